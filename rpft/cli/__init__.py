@@ -1,0 +1,100 @@
+"""The command line: the verbs, and what each kind of failure prints and exits with.
+
+Nothing heavy is imported here or at the top of a verb's module, so that `rpft --help` is quick.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+from typer.core import TyperGroup
+
+from rpft import __version__
+from rpft.cli.recipes import app as recipes_app
+from rpft.errors import EXIT_BAD_INPUT, EXIT_FAULT, EXIT_INTERRUPTED, UserError
+
+
+@dataclass
+class Invocation:
+    """What the options before the verb said."""
+
+    debug: bool = False
+
+
+class _Verbs(TyperGroup):
+    """Ends on an interrupt with our own exit code; the group's default would be that of a fault."""
+
+    def invoke(self, ctx):  # type: ignore[no-untyped-def]
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            raise SystemExit(EXIT_INTERRUPTED) from None
+
+
+app = typer.Typer(
+    name="rpft",
+    cls=_Verbs,
+    help="Fine-tune large language models: weights in host RAM, GPUs as stateless workers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rpft {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    context: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    context.ensure_object(Invocation).debug = debug
+
+
+app.add_typer(recipes_app, name="recipes")
+if importlib.util.find_spec("rpft.cli.train"):
+    from rpft.cli.train import train
+
+    app.command("train")(train)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command line (default: the process's own) and exit with its code."""
+    invocation = Invocation()
+    try:
+        app(args=arguments, obj=invocation, prog_name="rpft")
+    except UserError as error:
+        if invocation.debug:
+            traceback.print_exc()
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(EXIT_BAD_INPUT)
+    except Exception as error:
+        if invocation.debug:
+            traceback.print_exc()
+        typer.echo(_fault_report(error, arguments), err=True)
+        sys.exit(EXIT_FAULT)
+
+
+def _fault_report(error: Exception, arguments: Sequence[str] | None) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    words = shlex.join(sys.argv[1:] if arguments is None else arguments)
+    return (
+        f"fault: {type(error).__name__}: {error}\n"
+        f"  at {frame.filename}:{frame.lineno}, in {frame.name}\n"
+        f"  for the traceback, run: rpft --debug {words}"
+    )

@@ -1,0 +1,1 @@
+"""Data: rows of a file -> rendered text -> token ids with a loss mask -> microbatches."""

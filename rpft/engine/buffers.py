@@ -1,0 +1,83 @@
+"""Memory that is used over and over: rings of device buffers, and host buffers for what crosses between stages.
+
+Both are handed out by the controller in the order of the program, before anything has run. A buffer carries the
+events after which it may be written again, so that its next writer waits for its last reader and nobody else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from rpft.engine.streams import Event, happened
+
+
+class Ring:
+    """A few device buffers used in turn."""
+
+    def __init__(self, buffers: list[torch.Tensor]) -> None:
+        self._buffers = buffers
+        self._free = [happened() for _ in buffers]
+        self._turn = 0
+
+    def next(self) -> tuple[torch.Tensor, Event, Event]:
+        """(buffer, the event before which it must not be written, the event that its last reader must record)."""
+        turn, self._turn = self._turn, (self._turn + 1) % len(self._buffers)
+        free, self._free[turn] = self._free[turn], Event()
+        return self._buffers[turn], free, self._free[turn]
+
+
+@dataclass
+class Boundary:
+    """A hidden state, or its gradient, on its way through host memory from one slot to others.
+
+    ``hidden`` is a host view [rows, sequence, hidden]; ``writable_after`` are the last readers of its memory.
+    """
+
+    hidden: torch.Tensor
+    memory: torch.Tensor
+    writable_after: list[Event]
+    readers_left: int
+    delivered: Event = field(default_factory=Event)
+    read: list[Event] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One slot's use of a boundary: ``done`` completes when the content has been copied to the worker."""
+
+    boundary: Boundary
+    done: Event
+
+
+class BoundaryPool:
+    """Host buffers for boundaries, all of one size, reused oldest first; grows to what the plan needs."""
+
+    def __init__(self, allocate: Callable[[int], torch.Tensor], num_bytes: int, dtype: torch.dtype) -> None:
+        self._allocate, self._num_bytes, self._dtype = allocate, num_bytes, dtype
+        self._free: deque[tuple[torch.Tensor, list[Event]]] = deque()
+        self.num_buffers = 0
+
+    def acquire(self, shape: tuple[int, int, int], num_readers: int) -> Boundary:
+        """A boundary of ``shape`` that ``num_readers`` slots will read."""
+        if self._free:
+            memory, guards = self._free.popleft()
+        else:
+            memory, guards = self._allocate(self._num_bytes), []
+            self.num_buffers += 1
+        count = shape[0] * shape[1] * shape[2]
+        flat = memory[: count * self._dtype.itemsize].view(self._dtype)
+        return Boundary(flat.view(shape), memory, guards, num_readers)
+
+    def read(self, boundary: Boundary) -> Reading:
+        """The next reading of ``boundary``; with the last one its memory goes back to the pool."""
+        reading = Reading(boundary, Event())
+        boundary.read.append(reading.done)
+        boundary.readers_left -= 1
+        assert boundary.readers_left >= 0
+        if boundary.readers_left == 0:
+            self._free.append((boundary.memory, boundary.read))
+        return reading

@@ -1,0 +1,276 @@
+"""The controller: the one place that orders slots and gives them, round-robin, to workers.
+
+A step's slots are built and queued in the order of the program, before any of them has run. Because every
+event is made here, in that order, who waits for whom is decided in one thread and can be read in one file:
+
+    1. the optimizer writes a layer's working weights after every upload of the old ones   (WeightVersion.readers)
+    2. an upload starts after that write                                                    (WeightVersion.written)
+    3. the optimizer reads a layer's gradient after its download                            (Ticket.landed)
+    4. the next download into the same gradient starts after that read                      (Ticket.read)
+    5. a step's optimizer work on a layer follows the previous step's     (one optimizer thread, in order)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from rpft.engine.buffers import Boundary, BoundaryPool
+from rpft.engine.sizes import region_starts
+from rpft.engine.slot import GradientCopy, HostBatch, Slot, SlotKind, Task, WeightCopy
+from rpft.engine.streams import Event, happened
+from rpft.engine.worker import Worker
+from rpft.model.dropout import mix
+from rpft.model.host_store import HostStore
+from rpft.plan.plan import Plan, Stage
+
+KeyedBatch = tuple[HostBatch, int | None]
+"""A microbatch and the key of its dropout."""
+
+
+@dataclass
+class WeightVersion:
+    """The working weights between two updates, layer by layer."""
+
+    written: list[Event]
+    """[layers]: complete when the layer holds this version."""
+    readers: list[list[Event]]
+    """[layers]: uploads of this version."""
+
+    @staticmethod
+    def of(written: list[Event]) -> WeightVersion:
+        return WeightVersion(written, [[] for _ in written])
+
+
+@dataclass
+class Losses:
+    """Loss sums of a step or an evaluation, complete when all of ``ready`` are."""
+
+    values: list[torch.Tensor] = field(default_factory=list)
+    """A float32 host tensor [microbatches] a round."""
+    ready: list[Event] = field(default_factory=list)
+
+    def total(self) -> float:
+        """The sum over all microbatches, in order, in double precision."""
+        return float(sum(value.double().sum() for value in self.values))
+
+
+@dataclass
+class Ticket:
+    """One submitted step: what the optimizer and the training loop need to know of it."""
+
+    step: int
+    trained_tokens: int
+    landed: list[Event]
+    """[layers]: the layer's gradient, summed so far, is in the host store; after the last round, the whole."""
+    read: list[Event]
+    """[layers]: the optimizer needs the layer's gradient no more."""
+    losses: Losses
+
+
+@dataclass
+class Update:
+    """An order to the optimizer: apply the gradients of ``ticket``, replacing weights ``before`` by ``after``."""
+
+    ticket: Ticket
+    before: WeightVersion
+    after: WeightVersion
+
+
+class Controller:
+    """Builds slots from steps and dispatches them. All methods are called from one thread."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        store: HostStore,
+        workers: Sequence[Worker],
+        boundaries: BoundaryPool,
+        hidden_size: int,
+        seed: int | None,
+        update_lag: int,
+        send_update: Callable[[Update], None],
+    ) -> None:
+        """``seed`` places dropout, None where the model has none. ``update_lag``: 0 sync, 1 delayed updates."""
+        self._plan, self._store, self._workers, self._boundaries = plan, store, workers, boundaries
+        self._hidden_size, self._seed, self._update_lag, self._send_update = (
+            hidden_size,
+            seed,
+            update_lag,
+            send_update,
+        )
+        self._layouts = [layer.layout for layer in store.layers]
+        self._has_gradient = [layout.grad_elements > 0 for layout in self._layouts]
+        self.first_trained = self._has_gradient.index(True)
+        self._slots_dispatched = 0
+        self._weights = WeightVersion.of([happened() for _ in store.layers])
+        self._gradients_read = [happened() for _ in store.layers]
+        self._pending: tuple[Ticket, WeightVersion] | None = None
+
+    # -- what the training loop calls ----------------------------------------------------------------------
+
+    def submit_step(self, step: int, microbatches: Sequence[HostBatch]) -> Ticket:
+        """Queues forward and backward of one step and, when its turn comes, the update."""
+        ticket = Ticket(
+            step,
+            sum(batch.trained_tokens for batch in microbatches),
+            [happened() for _ in self._layouts],
+            [Event() if has else happened() for has in self._has_gradient],
+            Losses(),
+        )
+        size = self._plan.num_microbatches
+        for start in range(0, len(microbatches), size):
+            tasks = [(b, self._key(step, start + i)) for i, b in enumerate(microbatches[start : start + size])]
+            self._submit_round(tasks, ticket, first=start == 0)
+        self._gradients_read = ticket.read
+        after = WeightVersion.of(
+            [Event() if t else old for t, old in zip(self._has_gradient, self._weights.written, strict=True)]
+        )
+        if self._update_lag == 0:
+            self._advance(ticket, after)
+        else:
+            self.flush()
+            self._pending = (ticket, after)
+        return ticket
+
+    def submit_evaluation(self, microbatches: Sequence[HostBatch]) -> Losses:
+        """Queues forward and loss of ``microbatches`` with the weights that the next step would see."""
+        losses = Losses()
+        size = self._plan.num_microbatches
+        for start in range(0, len(microbatches), size):
+            batches = [(batch, None) for batch in microbatches[start : start + size]]
+            inputs = self._forward_slots(batches, lambda layer: 0)
+            self._loss_slot(batches, inputs, losses)
+        return losses
+
+    def flush(self) -> None:
+        """Orders the update that a delayed mode still holds back."""
+        if self._pending is not None:
+            ticket, after = self._pending
+            self._pending = None
+            self._advance(ticket, after)
+
+    def _advance(self, ticket: Ticket, after: WeightVersion) -> None:
+        self._send_update(Update(ticket, self._weights, after))
+        self._weights = after
+
+    def _key(self, step: int, number: int) -> int | None:
+        """Places the dropout of microbatch ``number`` of a step, whatever the round and the worker."""
+        return None if self._seed is None else mix(self._seed, step, number)
+
+    # -- one round -----------------------------------------------------------------------------------------
+
+    def _submit_round(self, batches: list[KeyedBatch], ticket: Ticket, first: bool) -> None:
+        """F0 .. F(p-1), the fused stage, B1 .. B(q-1)."""
+        segments = {stage: self._segments(stage) for stage in self._plan.backward}
+        kept = [s.first for stage in self._plan.backward[1:] for s in segments[stage] if s.first > 0]
+        inputs = self._forward_slots(batches, kept.count)
+        gradients: list[Boundary] | None = None
+        for stage in self._plan.backward:
+            if stage.last < self.first_trained:
+                break
+            fused = stage is self._plan.fused
+            passes_on = stage.first > self.first_trained
+            tasks = []
+            for m, batch in enumerate(batches):
+                task = Task(*batch)
+                for segment in segments[stage]:
+                    if segment.first > 0:
+                        task.inputs[segment.first] = self._boundaries.read(inputs[segment.first][m])
+                if gradients is not None:
+                    task.grad_input = self._boundaries.read(gradients[m])
+                if passes_on:
+                    task.grad_output = self._boundaries.acquire(self._shape(task.batch), 1)
+                tasks.append(task)
+            gradients = [task.grad_output for task in tasks if task.grad_output is not None]
+            self._dispatch(
+                SlotKind.FUSED if fused else SlotKind.BACKWARD,
+                stage,
+                segments[stage],
+                tasks,
+                self._gradient_copies(stage, ticket, first),
+                ticket.losses if fused else None,
+            )
+
+    def _segments(self, stage: Stage) -> tuple[Stage, ...]:
+        """What a stage recomputes at a time; nothing below the first trained layer, and the fused stage whole."""
+        if stage is self._plan.fused:
+            return (stage,)
+        return tuple(s for s in self._plan.segments(stage) if s.last >= self.first_trained)
+
+    def _forward_slots(
+        self, batches: list[KeyedBatch], later_readers: Callable[[int], int]
+    ) -> dict[int, list[Boundary]]:
+        """Queues the forward stages; gives for each layer whose input was kept a boundary a microbatch.
+
+        ``later_readers`` says how many backward segments will read a layer's input.
+        """
+        kept: dict[int, list[Boundary]] = {}
+        starts = {stage.first for stage in self._plan.forward} | {self._plan.fused.first}
+        for stage in self._plan.forward:
+            tasks = [Task(*batch) for batch in batches]
+            for m, task in enumerate(tasks):
+                if stage.first > 0:
+                    task.inputs[stage.first] = self._boundaries.read(kept[stage.first][m])
+                for layer in range(stage.first + 1, stage.last + 2):
+                    readers = later_readers(layer) + (layer in starts)
+                    if readers:
+                        boundary = self._boundaries.acquire(self._shape(task.batch), readers)
+                        task.outputs[layer] = boundary
+                        kept.setdefault(layer, []).append(boundary)
+            self._dispatch(SlotKind.FORWARD, stage, (), tasks, [], None)
+        return kept
+
+    def _loss_slot(self, batches: list[KeyedBatch], inputs: dict[int, list[Boundary]], losses: Losses) -> None:
+        fused = self._plan.fused
+        tasks = [Task(*batch) for batch in batches]
+        if fused.first > 0:
+            for m, task in enumerate(tasks):
+                task.inputs[fused.first] = self._boundaries.read(inputs[fused.first][m])
+        self._dispatch(SlotKind.LOSS, fused, (), tasks, [], losses)
+
+    def _shape(self, batch: HostBatch) -> tuple[int, int, int]:
+        rows, sequence = batch.input_ids.shape
+        return rows, sequence, self._hidden_size
+
+    def _gradient_copies(self, stage: Stage, ticket: Ticket, first: bool) -> list[GradientCopy]:
+        """How a stage's gradients come up (after the first round) and go down, last layer first."""
+        starts = region_starts(self._layouts, stage)
+        copies = []
+        for layer in reversed(stage.layers):
+            if self._has_gradient[layer]:
+                after = self._gradients_read[layer] if first else ticket.landed[layer]
+                copies.append(GradientCopy(self._store.layers[layer].gradient, starts[layer][1], after, not first))
+                ticket.landed[layer] = copies[-1].landed
+        return copies
+
+    def _dispatch(
+        self,
+        kind: SlotKind,
+        stage: Stage,
+        segments: tuple[Stage, ...],
+        tasks: list[Task],
+        gradients: list[GradientCopy],
+        losses: Losses | None,
+    ) -> None:
+        """Gives a slot to the next worker in turn; the counter runs on over rounds and steps."""
+        uploaded = Event()
+        starts = region_starts(self._layouts, stage)
+        weights = []
+        for layer in stage.layers:
+            for piece in self._layouts[layer].weight_pieces:
+                source = self._store.layers[piece.layer].weights[piece.start : piece.stop]
+                weights.append(
+                    WeightCopy(source, starts[layer][0] + piece.region_offset, self._weights.written[piece.layer])
+                )
+                self._weights.readers[piece.layer].append(uploaded)
+        slot = Slot(self._slots_dispatched, kind, stage, segments, tasks, weights, uploaded, gradients, None, None)
+        if losses is not None:
+            slot.losses, slot.losses_ready = torch.zeros(len(tasks)), Event()
+            losses.values.append(slot.losses)
+            losses.ready.append(slot.losses_ready)
+        worker = self._workers[self._slots_dispatched % len(self._workers)]
+        self._slots_dispatched += 1
+        worker.enqueue(slot)

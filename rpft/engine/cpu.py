@@ -1,0 +1,37 @@
+"""The CPU stand-in for a GPU: memory of its own, streams that are threads, stale memory poisoned with NaN."""
+
+from __future__ import annotations
+
+import torch
+
+from rpft.engine.failure import Failure
+from rpft.engine.streams import Delays, Stream
+
+POISON_BYTE = 0xFF
+"""Every float format that rpft uses reads this byte, repeated, as NaN."""
+
+
+class CpuDevice:
+    """A stand-in worker. What a slot leaves behind is poisoned, so that a read past its time shows."""
+
+    def __init__(self, index: int) -> None:
+        self.name = f"cpu:{index}"
+        self.torch_device = torch.device("cpu")
+        self._allocated_bytes = 0
+
+    def stream(self, purpose: str, failure: Failure, delays: Delays) -> Stream:
+        return Stream(f"{self.name} {purpose}", failure, delays)
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        self._allocated_bytes += num_bytes
+        return torch.full((num_bytes,), POISON_BYTE, dtype=torch.uint8)
+
+    def release(self, tensor: torch.Tensor) -> None:
+        tensor.view(torch.uint8).fill_(POISON_BYTE)
+
+    def allocate_host(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def peak_bytes(self) -> int:
+        """The worker's own buffers; what autograd holds inside a task is the process's and not counted."""
+        return self._allocated_bytes

@@ -1,0 +1,64 @@
+"""The small interface between the engine and a device, and the pools of both kinds.
+
+Everything above it is written once. A device gives memory, streams and host memory that suits its copies.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from rpft.engine.failure import Failure
+from rpft.engine.streams import Delays, Stream
+from rpft.errors import UserError
+
+
+class Device(Protocol):
+    """One GPU, or one CPU stand-in."""
+
+    name: str
+    torch_device: torch.device
+
+    def stream(self, purpose: str, failure: Failure, delays: Delays) -> Stream:
+        """A new in-order stream of this device."""
+        ...
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Device memory, uint8 [num_bytes]."""
+        ...
+
+    def release(self, tensor: torch.Tensor) -> None:
+        """Says, in stream order, that the content of a buffer is no longer valid."""
+        ...
+
+    def allocate_host(self, num_bytes: int) -> torch.Tensor:
+        """Host memory that this device copies from and to at full speed, uint8 [num_bytes], zeroed."""
+        ...
+
+    def peak_bytes(self) -> int:
+        """Most device memory held at once since the start."""
+        ...
+
+
+def cuda_available() -> bool:
+    return torch.cuda.is_available()
+
+
+def make_pool(kind: str, num_workers: int | None, vram_limit_bytes: int | None) -> list[Device]:
+    """The devices of ``engine.device`` and ``engine.workers``; UserError where the machine lacks them."""
+    from rpft.engine.cpu import CpuDevice
+
+    if kind == "auto":
+        kind = "cuda" if cuda_available() else "cpu"
+    if kind == "cpu":
+        return [CpuDevice(i) for i in range(num_workers or 2)]
+    if not cuda_available():
+        raise UserError("engine.device is cuda, and torch sees no CUDA device; use engine.device=cpu or auto")
+    found = torch.cuda.device_count()
+    wanted = num_workers or found
+    if wanted > found:
+        raise UserError(f"engine.workers is {wanted}, and this machine has {found} CUDA devices")
+    from rpft.engine.cuda import CudaDevice
+
+    return [CudaDevice(i, vram_limit_bytes) for i in range(wanted)]

@@ -1,0 +1,113 @@
+"""The engine put together: workers on a pool of devices, a controller in front of them, one failure for all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from rpft.engine.buffers import BoundaryPool
+from rpft.engine.controller import Controller, Losses, Ticket, Update
+from rpft.engine.device import Device
+from rpft.engine.failure import POLL_SECONDS, Failure
+from rpft.engine.sizes import worker_sizes
+from rpft.engine.slot import HostBatch
+from rpft.engine.streams import Delays
+from rpft.engine.worker import Worker
+from rpft.model.functions import LayerFunctions
+from rpft.model.host_store import HostStore
+from rpft.model.skeleton import Skeleton, has_dropout
+from rpft.plan.plan import Plan
+
+_CLOSE_SECONDS = 5.0
+"""All threads end within this after a fault or a close."""
+
+
+class Engine:
+    """Runs steps and evaluations of one model over a plan. Methods are called from one thread."""
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        store: HostStore,
+        plan: Plan,
+        devices: Sequence[Device],
+        *,
+        dtype: torch.dtype,
+        max_tokens: int,
+        seed: int,
+        update_lag: int,
+        send_update: Callable[[Update], None],
+        failure: Failure,
+        delays: Delays,
+    ) -> None:
+        """``max_tokens``: rows x sequence of the largest microbatch. ``update_lag``: 0 sync, 1 delayed updates.
+
+        Every buffer of fixed size is allocated here; raises UserError for a plan that does not fit the model.
+        """
+        layouts = [layer.layout for layer in store.layers]
+        plan.check(len(layouts))
+        self.plan, self.devices, self._failure = plan, devices, failure
+        hidden_size = skeleton.model.config.get_text_config().hidden_size
+        boundary_bytes = max_tokens * hidden_size * dtype.itemsize
+        sizes = worker_sizes(layouts, plan, boundary_bytes)
+        first_trained = next(layout.layer for layout in layouts if layout.grad_elements)
+        self._workers = [
+            Worker(
+                device,
+                LayerFunctions(skeleton, device.torch_device, dtype),
+                layouts,
+                first_trained,
+                sizes,
+                failure,
+                delays,
+            )
+            for device in devices
+        ]
+        self._boundaries = BoundaryPool(devices[0].allocate_host, boundary_bytes, dtype)
+        self._controller = Controller(
+            plan,
+            store,
+            self._workers,
+            self._boundaries,
+            hidden_size,
+            seed if has_dropout(skeleton.model) else None,
+            update_lag,
+            send_update,
+        )
+
+    def submit_step(self, step: int, microbatches: Sequence[HostBatch]) -> Ticket:
+        """Queues a step; the update follows on its own. See ``Controller``."""
+        self._failure.raise_if_failed()
+        return self._controller.submit_step(step, microbatches)
+
+    def flush(self) -> None:
+        """Orders the update that a delayed mode still holds back."""
+        self._controller.flush()
+
+    def evaluate(self, microbatches: Sequence[HostBatch]) -> float:
+        """The loss sum over the trained tokens of ``microbatches``, dropout off; blocks until it is known."""
+        losses = self._controller.submit_evaluation(microbatches)
+        self.wait(losses)
+        return losses.total()
+
+    def wait(self, losses: Losses) -> None:
+        """Blocks until ``losses`` are complete; raises the engine's fault, if any."""
+        for event in losses.ready:
+            while not event.wait(POLL_SECONDS):
+                self._failure.raise_if_failed()
+            event.synchronize(self._failure)
+
+    @property
+    def boundary_buffers(self) -> int:
+        """Host buffers for boundaries that the plan has turned out to need."""
+        return self._boundaries.num_buffers
+
+    def close(self) -> list[str]:
+        """Ends every thread, finishing queued work unless the engine failed; names of threads that did not end."""
+        streams = [stream for worker in self._workers for stream in worker.streams]
+        for stream in streams:
+            stream.close()
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        return [s.name for s in streams if not s.join(max(0.0, deadline - time.monotonic()))]

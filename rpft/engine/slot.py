@@ -1,0 +1,95 @@
+"""A slot: one stage for all microbatches of a round on one worker, and every event that it meets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from rpft.engine.buffers import Boundary, Reading
+from rpft.engine.streams import Event
+from rpft.plan.plan import Stage
+
+
+class SlotKind(Enum):
+    FORWARD = "forward"
+    FUSED = "fused"
+    BACKWARD = "backward"
+    LOSS = "loss"
+    """The fused stage without gradients: evaluation."""
+
+
+@dataclass(frozen=True, eq=False)
+class HostBatch:
+    """One microbatch on the host; shapes as in ``DeviceBatch``."""
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor | None
+    trained_at: torch.Tensor
+    targets: torch.Tensor
+
+    @property
+    def trained_tokens(self) -> int:
+        return self.targets.numel()
+
+
+@dataclass
+class GradientCopy:
+    """One layer's gradient sum on its way between the host store and a slot."""
+
+    host: torch.Tensor
+    """The layer's float32 host gradient."""
+    start: int
+    """Where it starts in the slot's gradient buffer, in elements."""
+    after: Event
+    """A later round: the sum of the round before has landed. The first: the optimizer has read the last step's."""
+    goes_on: bool
+    """Whether the sum of the round before is brought up and added to, so that all rounds are one sum in order."""
+    landed: Event = field(default_factory=Event)
+
+
+@dataclass
+class Task:
+    """What a slot does with one microbatch."""
+
+    batch: HostBatch
+    key: int | None
+    """Places the dropout; None turns it off."""
+    inputs: dict[int, Reading] = field(default_factory=dict)
+    """Layer to its input; for a backward slot one a recomputed segment."""
+    outputs: dict[int, Boundary] = field(default_factory=dict)
+    """Forward: layer to the boundary that becomes the input of that layer."""
+    grad_input: Reading | None = None
+    """Backward: the gradient of the stage's output."""
+    grad_output: Boundary | None = None
+    """Fused and backward: the gradient of the stage's input; None where nothing below is trained."""
+
+
+@dataclass
+class WeightCopy:
+    """One run of host weights to be uploaded: source bytes, place in the weight buffer, and what it waits for."""
+
+    source: torch.Tensor
+    start: int
+    written: Event
+
+
+@dataclass
+class Slot:
+    """One entry of the run, complete: a worker needs nothing else to carry it out."""
+
+    number: int
+    kind: SlotKind
+    stage: Stage
+    segments: tuple[Stage, ...]
+    tasks: list[Task]
+    weights: list[WeightCopy]
+    uploaded: Event
+    gradients: list[GradientCopy]
+    losses: torch.Tensor | None
+    """Fused and loss slots: float32 host tensor [microbatches] for the loss sums."""
+    losses_ready: Event | None
+
+    def __str__(self) -> str:
+        return f"slot {self.number} ({self.kind.value} stage {self.stage})"

@@ -1,0 +1,157 @@
+"""Streams and events: in-order queues of tasks, each on a thread of its own, ordered across by events.
+
+A stream is the same thing on both devices. On the CPU its thread does the work; on CUDA its thread issues the
+work to a CUDA stream. So nothing but a stream's own thread ever blocks: not the controller, not a neighbour.
+
+An event happens once. Work that a CUDA stream has yet to reach leaves its mark in ``native``; an event of the
+CPU (the optimizer's) has none.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from rpft.engine.failure import POLL_SECONDS, Cancelled, EngineError, Failure
+
+
+class Event:
+    """Something that happens once: unset, then issued (``native`` is left to wait for), then complete."""
+
+    __slots__ = ("_issued", "native")
+
+    def __init__(self) -> None:
+        self._issued = threading.Event()
+        self.native: Any = None
+
+    def set(self, native: Any = None) -> None:
+        self.native = native
+        self._issued.set()
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Blocks the thread until the event is issued, at most so long; whether it is."""
+        return self._issued.wait(timeout_seconds)
+
+    def wait_issued(self, failure: Failure) -> None:
+        """Blocks the thread until the event is issued; ends the thread if the engine failed meanwhile."""
+        while not self.wait(POLL_SECONDS):
+            failure.cancel_if_failed()
+
+    def synchronize(self, failure: Failure) -> None:
+        """Blocks the thread until what the event marks is complete."""
+        self.wait_issued(failure)
+        if self.native is not None:
+            self.native.synchronize()
+
+
+def happened() -> Event:
+    """An event that is already complete."""
+    event = Event()
+    event.set()
+    return event
+
+
+class Delays:
+    """Random pauses before every task of every thread, drawn from a seed, to bring out a missing wait."""
+
+    def __init__(self, seed: int | None, longest_seconds: float = 0.004) -> None:
+        self.seed, self.longest_seconds = seed, longest_seconds
+
+    def of(self, thread: str) -> Callable[[], None]:
+        """The pause of one thread, by name: a failing seed replays the same pauses."""
+        if self.seed is None:
+            return lambda: None
+        rng = random.Random(f"{self.seed} {thread}")
+        pause = threading.Event()  # never set: waiting on it is a sleep
+
+        def sleep() -> None:
+            draw = rng.random()
+            if draw > 0.5:
+                pause.wait(self.longest_seconds * (2 * draw - 1) ** 3)
+
+        return sleep
+
+
+class Stream:
+    """An in-order queue of tasks on its own thread. ``run``, ``wait`` and ``record`` return at once."""
+
+    def __init__(self, name: str, failure: Failure, delays: Delays) -> None:
+        self.name = name
+        self._failure = failure
+        self._pause = delays.of(name)
+        self._tasks: deque[tuple[Callable[[], None], str]] = deque()
+        self._ready = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, task: Callable[[], None], what: str) -> None:
+        """Queues ``task``; ``what`` names it in the report of a fault."""
+        self._put(task, what)
+
+    def wait(self, event: Event) -> None:
+        """What is queued after this starts when ``event`` is complete."""
+        self._put(lambda: self._await(event), "a wait")
+
+    def record(self, event: Event) -> Event:
+        """``event`` completes when what is queued before this is done."""
+        self._put(lambda: self._mark(event), "a mark")
+        return event
+
+    def uses(self, tensor: Any) -> None:
+        """Tells the device's allocator that this stream reads ``tensor``, which another stream made."""
+
+    def _await(self, event: Event) -> None:
+        event.synchronize(self._failure)
+
+    def _mark(self, event: Event) -> None:
+        event.set()
+
+    def _enter(self) -> Any:
+        """Called once in the stream's thread; the result is kept while it runs."""
+
+    def _put(self, task: Callable[[], None], what: str) -> None:
+        with self._ready:
+            assert not self._closing, f"stream {self.name} is closed"
+            self._tasks.append((task, what))
+            self._ready.notify()
+
+    def _loop(self) -> None:
+        what = "its start"
+        try:
+            context = self._enter()
+            while True:
+                with self._ready:
+                    while not self._tasks:
+                        if self._closing:
+                            del context
+                            return
+                        self._ready.wait(POLL_SECONDS)
+                        self._failure.cancel_if_failed()
+                    task, what = self._tasks.popleft()
+                self._failure.cancel_if_failed()
+                self._pause()
+                task()
+                del task
+        except Cancelled:
+            pass
+        except BaseException as error:
+            fault = EngineError(f"{self.name}: {what} failed: {type(error).__name__}: {error}")
+            fault.__cause__ = error
+            self._failure.set(fault)
+        finally:
+            self._tasks.clear()
+
+    def close(self) -> None:
+        """Lets queued tasks finish (or be dropped after a fault) and asks the thread to end."""
+        with self._ready:
+            self._closing = True
+            self._ready.notify()
+
+    def join(self, timeout_seconds: float) -> bool:
+        """Waits for the thread; False when it still runs."""
+        self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()

@@ -1,0 +1,218 @@
+"""Reads a Hugging Face checkpoint into the host store, tensor by tensor.
+
+Peak memory is the store plus one tensor (for fused experts: plus the parts of one fused tensor). Names that
+changed between the file and the model are converted by transformers' own mapping.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from rpft.errors import UserError
+from rpft.model.host_store import HostStore
+from rpft.model.skeleton import Skeleton
+
+logger = logging.getLogger(__name__)
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "tokenizer*"]
+
+
+def resolve_checkpoint(path: str, revision: str | None) -> Path:
+    """The local folder of a checkpoint: ``path`` itself, or the hub's snapshot of that id."""
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise UserError(f"model.path {path!r}: no such folder, and not a hub id of the form owner/name")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(path, revision=revision, allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise UserError(
+            f"model.path {path!r}: no such folder here, and the hub did not give it"
+            f" ({type(error).__name__}: {str(error).splitlines()[0]}). Check the name, the network, and for a"
+            " gated model your access token; or download it and give the folder."
+        ) from error
+
+
+def read_config(folder: Path, trust_remote_code: bool) -> Any:
+    """The model's config; UserError for a folder without one or an already quantised checkpoint."""
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").is_file():
+        raise UserError(f"model.path {folder}: no config.json in it; a Hugging Face checkpoint folder is needed")
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError, KeyError) as error:
+        raise UserError(f"{folder / 'config.json'}: {str(error).splitlines()[0]}") from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise UserError(f"model.path {folder}: the checkpoint is quantised; give one in bfloat16 or float32")
+    return config
+
+
+class Checkpoint:
+    """The safetensors files of a folder. Everything that can be missing is checked when it is opened."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._file_of = self._read_index()
+        self._open: tuple[Path, Any] | None = None
+
+    def _read_index(self) -> dict[str, Path]:
+        index, single = self.folder / _INDEX, self.folder / _SINGLE
+        if index.is_file():
+            try:
+                weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            except (ValueError, KeyError) as error:
+                raise UserError(f"{index}: not a safetensors index ({error})") from error
+            missing = sorted({name for name in weight_map.values() if not (self.folder / name).is_file()})
+            if missing:
+                raise UserError(
+                    f"{index} names {len(missing)} file(s) that are not there: {', '.join(missing[:5])}."
+                    " Download the checkpoint again, all shards of it."
+                )
+            files = {self.folder / name for name in weight_map.values()}
+        elif single.is_file():
+            files = {single}
+        else:
+            pickled = sorted(p.name for p in self.folder.glob("*.bin")) + sorted(
+                p.name for p in self.folder.glob("*.pt*")
+            )
+            advice = (
+                f"it has {pickled[0]}, a pickle file, which can run code when it is read: convert it with"
+                " `AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)` on a machine you can spare"
+                if pickled
+                else "a full model folder is needed, not an adapter or a tokenizer alone"
+            )
+            raise UserError(f"model.path {self.folder}: no safetensors file in it; {advice}")
+        return {name: file for file in sorted(files) for name in _names_in(file)}
+
+    def names(self) -> Iterable[str]:
+        """Tensor names as they stand in the files, file by file."""
+        return self._file_of
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, in memory of its own."""
+        file = self._file_of[name]
+        if self._open is None or self._open[0] != file:
+            self._open = (file, safe_open(file, framework="pt"))
+        return self._open[1].get_tensor(name)
+
+
+def _names_in(file: Path) -> list[str]:
+    try:
+        with safe_open(file, framework="pt") as handle:
+            return list(handle.keys())
+    except Exception as error:  # safetensors raises a type of its own that it does not export
+        raise UserError(f"{file}: not a whole safetensors file ({error})") from error
+
+
+def load_checkpoint(
+    checkpoint: Checkpoint,
+    skeleton: Skeleton,
+    store: HostStore,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Fills ``store`` with every tensor that a checkpoint of the base model holds.
+
+    ``progress`` is told (tensors done, tensors in all). Raises UserError for a tensor that is missing or has
+    another shape; tensors that the model does not have are named in one warning.
+    """
+    targets = {
+        spec.checkpoint_name: spec.name
+        for layer in store.layers
+        for spec, _ in layer.layout.own.values()
+        if spec.checkpoint_name is not None
+    }
+    buffers = {name: buffer for name, buffer in skeleton.model.named_buffers() if name in store}
+    for name, buffer in buffers.items():
+        store.write(name, buffer)  # the model's own value, until the file has another
+    sources, unexpected = _plan_reads(checkpoint, skeleton, targets)
+    loaded: set[str] = set()
+    for done, read in enumerate(sources.values()):
+        for name, value in read().items():
+            if name not in targets:
+                continue
+            wanted = store.tensor(targets[name]).shape
+            if value.shape != wanted:
+                raise UserError(
+                    f"{checkpoint.folder}: tensor {name} has shape {list(value.shape)},"
+                    f" the config asks for {list(wanted)}"
+                )
+            store.write(targets[name], value)
+            loaded.add(name)
+        progress(done + 1, len(sources))
+    missing = sorted(n for n, name in targets.items() if n not in loaded and name not in buffers)
+    if missing:
+        raise UserError(
+            f"{checkpoint.folder}: {len(missing)} tensor(s) of the model are not in the checkpoint:"
+            f" {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}"
+        )
+    if unexpected:
+        logger.warning(
+            "%d tensor(s) of the checkpoint are not used by %s: %s",
+            len(unexpected),
+            type(skeleton.model).__name__,
+            ", ".join(sorted(unexpected)[:5]),
+        )
+
+
+def _plan_reads(
+    checkpoint: Checkpoint, skeleton: Skeleton, targets: dict[str, str]
+) -> tuple[dict[str, Callable[[], dict[str, torch.Tensor]]], set[str]]:
+    """(first target of a read -> what reads it, names in the file that the model has no place for)."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    model = skeleton.model
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    known: dict[str, Any] = dict.fromkeys(skeleton.state_names, True)
+    converted: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
+    reads: dict[str, Callable[[], dict[str, torch.Tensor]]] = {}
+    unexpected: set[str] = set()
+    for key in checkpoint.names():
+        prefix = model.base_model_prefix
+        target, pattern = rename_source_key(key, renamings, converters, prefix, known)
+        if target not in known and key in known:
+            target, pattern = key, None
+        if target not in known:
+            ignored = model._keys_to_ignore_on_load_unexpected or []
+            if not any(re.search(p, key) for p in ignored) and not key.endswith("rotary_emb.inv_freq"):
+                unexpected.add(key)
+        elif pattern is None:
+            reads[target] = lambda key=key, target=target: {target: checkpoint.read(key)}
+        else:
+            fresh: tuple[Any, list[tuple[str, str]]] = (deepcopy(by_pattern[pattern]), [])
+            converted.setdefault(target, fresh)[1].append((key, pattern))
+
+    def convert(target: str) -> dict[str, torch.Tensor]:
+        converter, parts = converted.pop(target)
+        for key, pattern in sorted(parts, key=lambda part: _natural(part[0])):
+            converter.add_tensor(target, key, pattern, lambda key=key: checkpoint.read(key))
+        made = converter.convert(target, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    for target in converted:
+        reads[target] = lambda target=target: convert(target)
+    return reads, unexpected
+
+
+def _natural(name: str) -> list[tuple[int, int | str]]:
+    """Sort key under which expert 10 follows expert 9."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split(".")]

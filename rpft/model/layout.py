@@ -1,0 +1,166 @@
+"""Where every tensor of a layer lies: in its flat host buffer, and in a worker's weight and gradient buffers.
+
+A layer's host buffer is one run of bytes, so that one copy moves the whole layer. Trained tensors come
+first (with weight decay, then without), frozen tensors and buffers after them:
+
+    host weights   | trained, decayed | trained, not decayed | frozen |
+    host gradient  | trained, decayed | trained, not decayed |            float32
+    masters, moments likewise
+
+so that the optimizer sees one or two flat slices a layer. On a worker a layer takes a region of the same
+bytes, followed by the tensors that it borrows from another layer (the head borrows a tied embedding). Its
+gradient has a part for each borrowed tensor too, on the worker and on the host: both uses of a tied weight
+sum up alone and meet in the optimizer, so that no plan and no order of rounds changes the sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+ALIGNMENT_ELEMENTS = 128
+"""Every trained tensor starts at a multiple of this, in elements: 256 bytes in bfloat16, 512 in float32."""
+
+ALIGNMENT_BYTES = 256
+
+
+def align(value: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is not below ``value``."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One parameter or persistent buffer of the model."""
+
+    name: str
+    """Full name in the model that runs, adapters included."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trained: bool
+    decay: bool
+    """Whether weight decay applies: matrices yes, norms and biases no."""
+    checkpoint_name: str | None
+    """Full name in the model before adapters; None for a tensor that no checkpoint of the base model holds."""
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A tensor as a layer's function sees it, at its place in the worker's region of that layer."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    byte_offset: int
+    grad_offset: int | None
+    """Element offset in the region's float32 gradient; None for a frozen tensor."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of the host buffer of ``layer`` (bytes of weights, elements of gradient) and its place in a region."""
+
+    layer: int
+    start: int
+    stop: int
+    region_offset: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class LayerLayout:
+    """The places of one layer's tensors; offsets in bytes for weights and in elements for gradients."""
+
+    layer: int
+    own: dict[str, tuple[TensorSpec, int]]
+    """Name to (spec, byte offset in the host buffer), in order of offset."""
+    host_bytes: int
+    num_trained: int
+    """Elements of the trained part, padding included."""
+    num_decayed: int
+    bindings: tuple[Binding, ...]
+    weight_pieces: tuple[Piece, ...]
+    borrowed_gradients: tuple[Piece, ...]
+    """Parts of this layer's gradient that are to be added to another layer's."""
+    region_bytes: int
+    grad_elements: int
+    """Elements of the layer's gradient: own, then borrowed."""
+
+
+@dataclass(frozen=True)
+class Borrow:
+    """A parameter that a layer uses and another layer owns (tied weights)."""
+
+    name: str
+    owner_layer: int
+    owner_name: str
+
+
+def place_tensors(specs: Iterable[TensorSpec]) -> tuple[dict[str, tuple[TensorSpec, int]], int, int, int]:
+    """Places of own tensors: (name to (spec, byte offset), bytes, trained elements, decayed elements)."""
+    ordered = sorted(specs, key=lambda spec: (not spec.trained, not spec.decay if spec.trained else False))
+    own: dict[str, tuple[TensorSpec, int]] = {}
+    offset = num_trained = num_decayed = 0
+    for spec in ordered:
+        own[spec.name] = (spec, offset)
+        if spec.trained:
+            num_trained += align(spec.num_elements, ALIGNMENT_ELEMENTS)
+            num_decayed = num_trained if spec.decay else num_decayed
+            offset = num_trained * spec.dtype.itemsize
+        else:
+            offset = align(offset + spec.num_bytes, ALIGNMENT_BYTES)
+    return own, offset, num_trained, num_decayed
+
+
+def build_layouts(layers: list[list[TensorSpec]], borrows: dict[int, list[Borrow]]) -> list[LayerLayout]:
+    """The layout of every layer. ``borrows`` maps a layer to the parameters it takes from another layer."""
+    placed = [place_tensors(specs) for specs in layers]
+    layouts = []
+    for index, (own, host_bytes, num_trained, num_decayed) in enumerate(placed):
+        bindings = [
+            Binding(s.name, s.shape, s.dtype, offset, offset // s.dtype.itemsize if s.trained else None)
+            for s, offset in own.values()
+        ]
+        weight_pieces = [Piece(index, 0, host_bytes, 0)] if host_bytes else []
+        borrowed_gradients = []
+        region_bytes, grad_elements = align(host_bytes, ALIGNMENT_BYTES), num_trained
+        for borrow in borrows.get(index, []):
+            spec, offset = placed[borrow.owner_layer][0][borrow.owner_name]
+            weight_pieces.append(Piece(borrow.owner_layer, offset, offset + spec.num_bytes, region_bytes))
+            grad_offset = None
+            if spec.trained:
+                start = offset // spec.dtype.itemsize
+                grad_offset = grad_elements
+                borrowed_gradients.append(Piece(borrow.owner_layer, start, start + spec.num_elements, grad_offset))
+                grad_elements += align(spec.num_elements, ALIGNMENT_ELEMENTS)
+            bindings.append(Binding(borrow.name, spec.shape, spec.dtype, region_bytes, grad_offset))
+            region_bytes = align(region_bytes + spec.num_bytes, ALIGNMENT_BYTES)
+        layouts.append(
+            LayerLayout(
+                layer=index,
+                own=own,
+                host_bytes=host_bytes,
+                num_trained=num_trained,
+                num_decayed=num_decayed,
+                bindings=tuple(bindings),
+                weight_pieces=tuple(weight_pieces),
+                borrowed_gradients=tuple(borrowed_gradients),
+                region_bytes=region_bytes,
+                grad_elements=grad_elements,
+            )
+        )
+    return layouts

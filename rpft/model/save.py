@@ -1,0 +1,106 @@
+"""Writes what a run has made as a folder that transformers or peft load, tensor by tensor from the host store."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from rpft.model.adapters import save_lora
+from rpft.model.host_store import HostStore
+from rpft.model.skeleton import Skeleton
+
+SHARD_BYTES = 2 << 30
+"""A shard is held in memory once more while it is written."""
+
+
+def save_model(
+    skeleton: Skeleton, store: HostStore, config: Any, folder: Path, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Writes config.json and the weights, in the working dtype and the family's usual names, into ``folder``.
+
+    A tied weight is written once, under its first name, as transformers does.
+    """
+    config.save_pretrained(folder)
+    if getattr(skeleton.model, "generation_config", None) is not None:
+        skeleton.model.generation_config.save_pretrained(folder)
+    shards: list[tuple[Path, list[str]]] = []
+    total = 0
+    for tensors in _shards(_checkpoint_tensors(skeleton, store), shard_bytes):
+        path = folder / f"model-{len(shards) + 1:05d}.safetensors"
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
+        total += sum(t.numel() * t.element_size() for t in tensors.values())
+        shards.append((path, list(tensors)))
+    if len(shards) == 1:
+        shards[0][0].rename(folder / "model.safetensors")
+        return
+    weight_map = {}
+    for number, (path, names) in enumerate(shards):
+        final = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        path.rename(folder / final)
+        weight_map.update(dict.fromkeys(names, final))
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+
+
+def _checkpoint_tensors(skeleton: Skeleton, store: HostStore) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) as a checkpoint file of the family has them, a layer at a time."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    for layer in store.layers:
+        own = {
+            spec.checkpoint_name: store.tensor(spec.name)
+            for spec, _ in layer.layout.own.values()
+            if spec.checkpoint_name is not None
+        }
+        yield from revert_weight_conversion(skeleton.model, own).items()
+
+
+def _shards(tensors: Iterator[tuple[str, torch.Tensor]], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    shard: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if shard and size + num_bytes > shard_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor
+        size += num_bytes
+    yield shard
+
+
+def save_result(
+    folder: Path, skeleton: Skeleton, store: HostStore, config: Any, tokenizer: Any, peft_model: Any | None
+) -> None:
+    """Writes the trained model (with ``peft_model``: the adapter) and the tokenizer; replaces ``folder`` whole.
+
+    Everything goes to a folder beside it first, so that what stood there is whole until the new one is.
+    """
+    fresh = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    if peft_model is None:
+        save_model(skeleton, store, config, fresh)
+    else:
+        save_lora(peft_model, store, fresh)
+    tokenizer.save_pretrained(fresh)
+    _replace(fresh, folder)
+
+
+def _replace(fresh: Path, folder: Path) -> None:
+    for path in fresh.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    fresh.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)

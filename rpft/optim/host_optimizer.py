@@ -1,0 +1,173 @@
+"""The optimizer's thread: takes updates in order, checks them, clips them, applies them layer by layer.
+
+Nothing is written before the whole step's gradient has been seen to be finite: a step that is not is skipped.
+Layers are updated in forward order, so that the next step's first uploads wait the least.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from rpft.engine.controller import Update
+from rpft.engine.failure import POLL_SECONDS, Cancelled, EngineError, Failure
+from rpft.engine.streams import Delays, Event
+from rpft.model.host_store import HostStore
+from rpft.model.layout import Piece
+from rpft.optim.adamw import AdamW
+from rpft.optim.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What became of one step's update."""
+
+    step: int
+    loss_sum: float
+    """Cross-entropy summed over the step's trained tokens."""
+    learning_rate: float
+    grad_norm: float
+    """Global norm of the mean gradient before clipping; not finite for a skipped step."""
+    skipped: bool
+    skipped_in_a_row: int
+
+
+class HostOptimizer:
+    """Applies updates on a thread of its own. ``submit`` never blocks; ``wait`` gives a step's result."""
+
+    def __init__(
+        self,
+        store: HostStore,
+        algorithm: AdamW,
+        schedule: Schedule,
+        max_grad_norm: float | None,
+        failure: Failure,
+        delays: Delays,
+        updates_applied: int = 0,
+    ) -> None:
+        """``updates_applied``: updates that the store's moments have had (a resumed run)."""
+        self._store, self._algorithm, self._schedule = store, algorithm, schedule
+        self._max_grad_norm = max_grad_norm
+        self._failure, self._pause = failure, delays.of("optimizer")
+        self.updates_applied = updates_applied
+        self.skipped_steps = 0
+        self._skipped_in_a_row = 0
+        self._orders: deque[Update] = deque()
+        self._results: dict[int, UpdateResult] = {}
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._loop, name="optimizer", daemon=True)
+        self._thread.start()
+
+    def submit(self, update: Update) -> None:
+        with self._changed:
+            self._orders.append(update)
+            self._changed.notify_all()
+
+    def wait(self, step: int) -> UpdateResult:
+        """Blocks until the update of ``step`` is decided and applied; raises the engine's fault, if any."""
+        with self._changed:
+            while step not in self._results:
+                self._failure.raise_if_failed()
+                self._changed.wait(POLL_SECONDS)
+            return self._results.pop(step)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+
+    def join(self, timeout_seconds: float) -> bool:
+        self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
+
+    # -- the thread ----------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        step = None
+        try:
+            while True:
+                with self._changed:
+                    while not self._orders:
+                        if self._closing:
+                            return
+                        self._failure.cancel_if_failed()
+                        self._changed.wait(POLL_SECONDS)
+                    update = self._orders.popleft()
+                step = update.ticket.step
+                result = self._apply(update)
+                with self._changed:
+                    self._results[step] = result
+                    self._changed.notify_all()
+        except Cancelled:
+            pass
+        except BaseException as error:
+            fault = EngineError(f"optimizer: the update of step {step} failed: {type(error).__name__}: {error}")
+            fault.__cause__ = error
+            self._failure.set(fault)
+
+    def _wait(self, events: list[Event]) -> None:
+        self._pause()
+        for event in events:
+            event.synchronize(self._failure)
+
+    def _apply(self, update: Update) -> UpdateResult:
+        ticket = update.ticket
+        norm = self._gradient_norm(update) / ticket.trained_tokens
+        self._wait(ticket.losses.ready)
+        loss_sum = ticket.losses.total()
+        rate = self._schedule(ticket.step)
+        skipped = not (math.isfinite(norm) and math.isfinite(loss_sum))
+        if skipped:
+            self.skipped_steps += 1
+            self._skipped_in_a_row += 1
+        else:
+            self._skipped_in_a_row = 0
+        for index, layer in enumerate(self._store.layers):
+            if layer.layout.num_trained and not skipped:
+                self._update_layer(update, index, rate, ticket.trained_tokens / self._clip_coefficient(norm))
+            ticket.read[index].set()
+            # A layer that is not written holds the new version as soon as it holds the old one.
+            self._wait([update.before.written[index]])
+            update.after.written[index].set()
+        self.updates_applied += not skipped
+        return UpdateResult(ticket.step, loss_sum, rate, norm, skipped, self._skipped_in_a_row)
+
+    def _gradient_norm(self, update: Update) -> float:
+        """Norm of the gradient sum; first adds to each weight's gradient what other layers' uses of it gave."""
+        square = 0.0
+        borrowed: list[tuple[Piece, torch.Tensor]] = []
+        for index in reversed(range(len(self._store.layers))):  # the order in which gradients land
+            self._wait([update.ticket.landed[index]])
+            layer = self._store.layers[index]
+            for piece, part in borrowed:
+                if piece.layer == index:
+                    layer.gradient[piece.start : piece.stop].add_(part)
+            borrowed += [
+                (piece, layer.gradient[piece.region_offset : piece.region_offset + piece.length])
+                for piece in layer.layout.borrowed_gradients
+            ]
+            own = layer.gradient[: layer.layout.num_trained]
+            square += float(torch.linalg.vector_norm(own)) ** 2
+        return math.sqrt(square)
+
+    def _clip_coefficient(self, norm: float) -> float:
+        """As ``torch.nn.utils.clip_grad_norm_``, whose 1e-6 keeps a zero norm from dividing."""
+        if not self._max_grad_norm:
+            return 1.0
+        return min(1.0, self._max_grad_norm / (norm + 1e-6))
+
+    def _update_layer(self, update: Update, index: int, rate: float, divisor: float) -> None:
+        layer = self._store.layers[index]
+        readers = update.before.readers[index]
+        if layer.master_is_working:
+            self._wait(readers)
+        self._algorithm.update(layer, rate, self.updates_applied, divisor)
+        update.ticket.read[index].set()
+        if not layer.master_is_working:
+            self._wait(readers)
+            layer.working.copy_(layer.master)

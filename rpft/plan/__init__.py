@@ -1,0 +1,1 @@
+"""Which layers form which stages, and what that takes."""

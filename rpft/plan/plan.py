@@ -1,0 +1,125 @@
+"""The plan: forward and backward stages, microbatches a round, recompute grain; and its file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from rpft.errors import UserError
+
+PLAN_VERSION = 1
+
+
+class Stage(NamedTuple):
+    """Consecutive layers ``first`` to ``last``, both included, that are uploaded together."""
+
+    first: int
+    last: int
+
+    @property
+    def layers(self) -> range:
+        return range(self.first, self.last + 1)
+
+    def __str__(self) -> str:
+        return f"[{self.first}..{self.last}]"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The two partitions of the layers. Layer 0 is the embedding, the highest number is the head.
+
+    A round runs ``forward`` in order, then ``backward`` in order. ``backward[0]`` is the fused stage: it holds
+    the head, and its layers run forward, loss and backward at once. The forward stages cover exactly the layers
+    below it; so do the other backward stages, from the top down.
+    """
+
+    forward: tuple[Stage, ...]
+    backward: tuple[Stage, ...]
+    num_microbatches: int
+    """M, the microbatches of a round."""
+    recompute: str
+    """stage: a backward stage keeps its first layer's input; layer: every layer's input is kept."""
+
+    @property
+    def fused(self) -> Stage:
+        return self.backward[0]
+
+    @property
+    def num_layers(self) -> int:
+        return self.fused.last + 1
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of a round."""
+        return len(self.forward) + len(self.backward)
+
+    def segments(self, stage: Stage) -> tuple[Stage, ...]:
+        """The pieces of a backward stage that are recomputed one at a time, in order of execution."""
+        if self.recompute == "stage":
+            return (stage,)
+        return tuple(Stage(layer, layer) for layer in reversed(stage.layers))
+
+    def check(self, num_layers: int) -> None:
+        """Raises UserError unless both partitions are legal for a model of ``num_layers`` layers."""
+        wrong = _partition_fault(self, num_layers)
+        if wrong:
+            raise UserError(f"plan: {wrong}")
+
+    def to_json(self) -> str:
+        """The plan file's text."""
+        return json.dumps(
+            {
+                "version": PLAN_VERSION,
+                "forward": [list(stage) for stage in self.forward],
+                "backward": [list(stage) for stage in self.backward],
+                "num_microbatches": self.num_microbatches,
+                "recompute": self.recompute,
+            },
+            indent=1,
+        )
+
+
+def _partition_fault(plan: Plan, num_layers: int) -> str | None:
+    if not plan.backward:
+        return "`backward` needs at least the fused stage, which holds the head"
+    if plan.num_microbatches < 1:
+        return f"`num_microbatches` is {plan.num_microbatches}; it must be at least 1"
+    if plan.recompute not in ("stage", "layer"):
+        return f"`recompute` is {plan.recompute!r}; it must be stage or layer"
+    fused = plan.fused
+    if fused.last != num_layers - 1:
+        return (
+            f"the fused stage {fused} must end with the head, layer {num_layers - 1}:"
+            f" the model has layers 0 to {num_layers - 1}"
+        )
+    for name, stages in (("forward", plan.forward), ("backward", plan.backward[:0:-1])):
+        expected = 0
+        for stage in stages:
+            if stage.first != expected or stage.last < stage.first:
+                return f"`{name}` stage {stage} must start at layer {expected} and not be empty"
+            expected = stage.last + 1
+        if expected != fused.first:
+            return f"`{name}` stages cover layers below {expected}, the fused stage starts at {fused.first}"
+    return None
+
+
+def read_plan(path: Path) -> Plan:
+    """Reads a plan file; UserError naming the file and the fault."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["version"] != PLAN_VERSION:
+            raise UserError(f"{path}: plan version {data['version']} is not {PLAN_VERSION}; make the plan again")
+        return Plan(
+            tuple(Stage(int(a), int(b)) for a, b in data["forward"]),
+            tuple(Stage(int(a), int(b)) for a, b in data["backward"]),
+            int(data["num_microbatches"]),
+            str(data["recompute"]),
+        )
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such plan file (recipe key engine.plan)") from error
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: not a plan file ({type(error).__name__}: {error})") from error

@@ -1,0 +1,78 @@
+"""What must hold between keys of a recipe; what holds for one key alone stands in the schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from rpft.recipe.schema import Checkpoint, Data, Engine, Train
+
+
+class Conflict(NamedTuple):
+    """Keys that contradict each other: ``keys`` are dotted, the one to change first."""
+
+    keys: tuple[str, ...]
+    message: str
+
+
+def find_conflicts(
+    data: Data | None, train: Train | None, engine: Engine | None, checkpoint: Checkpoint | None
+) -> Iterator[Conflict]:
+    """Yield every contradiction between sections.
+
+    A section is None when it has errors of its own: the checks that need it are left out.
+    """
+    if data and data.eval and data.eval_fraction > 0:
+        yield Conflict(
+            ("data.eval_fraction", "data.eval"),
+            "data.eval and data.eval_fraction are both set; keep one of them",
+        )
+    if train:
+        yield from _train_conflicts(train)
+    if train and engine:
+        yield from _round_conflicts(train, engine)
+    if data and not data.eval and data.eval_fraction == 0:
+        advice = "set data.eval or data.eval_fraction, or remove it"
+        if train and train.eval_every is not None:
+            yield Conflict(
+                ("train.eval_every",),
+                f"train.eval_every is set and there is nothing to evaluate on; {advice}",
+            )
+        if checkpoint and checkpoint.keep_best:
+            yield Conflict(
+                ("checkpoint.keep_best",),
+                f"checkpoint.keep_best needs rows to evaluate on; {advice}",
+            )
+    if train and checkpoint and checkpoint.keep_best and train.eval_every is None:
+        yield Conflict(
+            ("checkpoint.keep_best",),
+            "checkpoint.keep_best needs train.eval_every, the steps between evaluations; set it, or "
+            "remove keep_best",
+        )
+
+
+def _train_conflicts(train: Train) -> Iterator[Conflict]:
+    if train.num_epochs is None and train.max_steps is None:
+        yield Conflict(
+            ("train.num_epochs", "train.max_steps"),
+            "train.num_epochs and train.max_steps are both null, so training would not end; set one of them",
+        )
+    if train.lr_scheduler == "wsd" and train.warmup_ratio + train.decay_ratio > 1:
+        yield Conflict(
+            ("train.decay_ratio", "train.warmup_ratio"),
+            f"train.warmup_ratio + train.decay_ratio is {train.warmup_ratio + train.decay_ratio:g}; "
+            "with lr_scheduler wsd it must be at most 1",
+        )
+
+
+def _round_conflicts(train: Train, engine: Engine) -> Iterator[Conflict]:
+    num_microbatches, steps = engine.num_microbatches, train.gradient_accumulation_steps
+    if num_microbatches is None or steps % num_microbatches == 0:
+        return
+    divisors = ", ".join(str(d) for d in range(1, min(steps, 1024) + 1) if steps % d == 0)
+    yield Conflict(
+        ("engine.num_microbatches", "train.gradient_accumulation_steps"),
+        f"engine.num_microbatches is {num_microbatches} and does not divide "
+        f"train.gradient_accumulation_steps, {steps}; possible values are {divisors}",
+    )

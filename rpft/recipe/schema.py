@@ -1,0 +1,345 @@
+"""Every key of a recipe: its name, type, default, bounds and meaning, each said once."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from rpft.recipe.checks import find_conflicts
+from rpft.recipe.section import Expected, Section, bytes_or_null, list_as_tuple, listed, no_yaml_1_1_boolean
+
+
+class Model(Section):
+    """The model to fine-tune."""
+
+    path: str = Field(
+        min_length=1,
+        description="Checkpoint folder (as written, relative to the current directory) or hub id. "
+        "Weights are read from safetensors files only.",
+    )
+    dtype: Literal["bfloat16", "float32", "float16"] = Field(
+        default="bfloat16",
+        description="Working precision of weights and activations. bfloat16: 2 bytes a parameter. float32: "
+        "twice the memory and traffic, for exact comparisons. float16: overflows more easily; a step that "
+        "overflows is skipped. Master weights and moments of trained parameters are float32 whatever is set.",
+    )
+    attention: Literal["auto", "sdpa", "eager"] = Field(
+        default="auto",
+        description="Attention implementation. auto: sdpa where the model family has it. eager: slower, "
+        "with memory quadratic in the sequence length, and works with every family.",
+    )
+    trust_remote_code: bool = Field(
+        default=False,
+        description="Run the Python code that comes with the checkpoint. Only for sources you trust.",
+    )
+    revision: str | None = Field(
+        default=None,
+        description="Branch, tag or commit of a hub id. null: the default branch, which may move.",
+    )
+
+
+class Source(Section):
+    """One file of rows; a plain string is short for its path."""
+
+    path: str = Field(min_length=1, description="JSONL file (as written, relative to the current directory).")
+    format: Literal["auto", "messages", "alpaca", "text"] = Field(
+        default="auto",
+        description="Shape of a row. messages: chat turns with roles. alpaca: instruction, input, output. "
+        "text: plain text. auto: by the keys of the rows.",
+    )
+    max_rows: int | None = Field(
+        default=None, ge=1, description="Rows to read from the start of the file. null: every row."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _path_alone(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
+
+class Data(Section):
+    """The rows, and how they become tokens."""
+
+    train: tuple[Source, ...] = listed(min_length=1, description="Files of training rows, read in order.")
+    eval: tuple[Source, ...] = listed(
+        default=(), description="Files of evaluation rows. Empty: see eval_fraction."
+    )
+    eval_fraction: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of the training rows held out for evaluation when `eval` is empty. 0: no evaluation.",
+    )
+    max_seq_len: int = Field(
+        default=2048,
+        ge=2,
+        description="Tokens of the longest row, and of a pack. Activation memory and traffic grow with it.",
+    )
+    packing: bool = Field(
+        default=False,
+        description="Put several rows into one sequence of max_seq_len tokens; rows do not see each other. "
+        "Less padding and more tokens a second, but rows a step vary.",
+    )
+    truncation: Literal["drop", "left", "right", "error"] = Field(
+        default="drop",
+        description="What to do with a row longer than max_seq_len. drop: leave it out and count it. "
+        "left: cut its beginning. right: cut its end, and do not teach it to end there. "
+        "error: stop and name the row.",
+    )
+    train_on: Literal["assistant", "last_assistant", "all"] = Field(
+        default="assistant",
+        description="Tokens that the loss counts. assistant: every assistant turn. last_assistant: the last "
+        "one only. all: every token, prompts included.",
+    )
+    chat_template: str | None = Field(
+        default=None,
+        description="Path of a Jinja chat template (as written, relative to the current directory). "
+        "null: the tokenizer's own.",
+    )
+    system_role: Literal["error", "merge"] = Field(
+        default="error",
+        description="A system message that the chat template refuses. error: stop and name the row. "
+        "merge: put it in front of the first user turn.",
+    )
+
+
+class Adapter(Section):
+    """LoRA adapters; without this section (or with `adapter: null`) every weight is trained."""
+
+    type: Literal["lora"] = Field(
+        default="lora",
+        description="Kind of adapter. The base weights stay frozen, so they need no gradient, master weight "
+        "or moment.",
+    )
+    r: int = Field(
+        default=16,
+        ge=1,
+        description="Rank. A higher rank can learn more; memory and traffic of the adapter grow with it.",
+    )
+    alpha: int = Field(default=32, ge=1, description="The adapter's output is scaled by alpha / r.")
+    dropout: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Probability that an input element of the adapter is dropped in training.",
+    )
+    target_modules: Annotated[
+        str | Annotated[tuple[str, ...], Field(min_length=1)],
+        BeforeValidator(list_as_tuple),
+        Expected("all-linear, a module name, or a list of module names"),
+    ] = Field(
+        default="all-linear",
+        description="Modules that get an adapter: names, or all-linear for every linear layer but the head. "
+        "Fewer modules train faster and learn less.",
+    )
+
+
+class Train(Section):
+    """The training loop."""
+
+    learning_rate: float = Field(
+        default=2e-5,
+        gt=0,
+        description="Peak learning rate. Usual: 1e-5 to 5e-5 for full fine-tuning, 1e-4 to 1e-3 for LoRA.",
+    )
+    lr_scheduler: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        default="cosine",
+        description="Learning rate after the warm-up. linear and cosine fall over all steps. wsd stays at "
+        "the peak and falls linearly over the last decay_ratio, so its length can be changed later.",
+    )
+    warmup_ratio: float = Field(
+        default=0.03,
+        ge=0,
+        lt=1,
+        description="Share of the steps in which the learning rate rises from 0 to its peak.",
+    )
+    min_lr_ratio: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Learning rate at the end, as a share of the peak. Not read by constant.",
+    )
+    decay_ratio: float = Field(
+        default=0.2,
+        gt=0,
+        le=1,
+        description="Share of the steps in the final decay of wsd. Not read by the others.",
+    )
+    micro_batch_size: int = Field(
+        default=1,
+        ge=1,
+        description="Rows (or packs) of one microbatch. Larger: fewer, better filled kernels and more "
+        "activation memory on the device.",
+    )
+    gradient_accumulation_steps: int = Field(
+        default=8,
+        ge=1,
+        description="Microbatches of one step, all workers together: a step has micro_batch_size x "
+        "gradient_accumulation_steps rows however many workers there are. More microbatches hide more of the "
+        "transfers and of the optimizer, and give fewer steps.",
+    )
+    num_epochs: int | None = Field(
+        default=1, ge=1, description="Passes over the training rows. Not read when max_steps is set."
+    )
+    max_steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="Optimizer steps in all, repeating the rows where needed. null: num_epochs decides.",
+    )
+    max_grad_norm: float | None = Field(
+        default=1.0,
+        ge=0,
+        description="Gradients are scaled down to this global norm. null or 0: no clipping, and a layer can "
+        "be updated as soon as its gradient is there.",
+    )
+    seed: int = Field(
+        default=42,
+        ge=0,
+        lt=2**63,
+        description="Seed of the row order, of new adapter weights and of dropout.",
+    )
+    eval_every: int | None = Field(
+        default=None, ge=1, description="Steps between evaluations. null: only at the start and at the end."
+    )
+    resume_from_checkpoint: Annotated[
+        bool | str, BeforeValidator(no_yaml_1_1_boolean), Expected("true, false or the path of a checkpoint")
+    ] = Field(
+        default=False,
+        description="true: go on from the newest checkpoint in output_dir, an error if there is none. "
+        "A path: go on from that checkpoint.",
+    )
+
+
+_Rate = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Optimizer(Section):
+    """The optimizer, which runs on the CPU."""
+
+    name: Literal["adamw"] = Field(default="adamw", description="AdamW with float32 master weights and moments.")
+    update: Literal["sync", "delayed"] = Field(
+        default="sync",
+        description="sync: exact. delayed: a gradient is applied one step late, while the next step "
+        "computes; it hides more of the update and changes the result.",
+    )
+    weight_decay: float = Field(
+        default=0.0, ge=0, description="Decoupled weight decay. Norms and biases are never decayed."
+    )
+    betas: Annotated[tuple[_Rate, _Rate], Field(strict=False), Expected("a list of two numbers >= 0 and < 1")] = (
+        Field(default=(0.9, 0.999), description="Decay rates of the first and the second moment.")
+    )
+    eps: float = Field(default=1e-8, gt=0, description="Added to the denominator of the update.")
+
+
+class Engine(Section):
+    """Where and how a step is computed. The result does not depend on workers, plan or recompute."""
+
+    device: Literal["auto", "cuda", "cpu"] = Field(
+        default="auto",
+        description="auto: cuda if there is a GPU, else cpu. cpu: stand-in workers on threads.",
+    )
+    workers: int | None = Field(
+        default=None, ge=1, description="GPUs, or CPU stand-ins, to use. null: every GPU; 2 on the CPU."
+    )
+    num_microbatches: int | None = Field(
+        default=None,
+        ge=1,
+        description="Microbatches that travel together in a round; must divide gradient_accumulation_steps. "
+        "More fill the pipeline better and keep more boundary activations in host RAM. Another value changes "
+        "the order of a sum. null: the planner's choice.",
+    )
+    recompute: Literal["auto", "stage", "layer"] = Field(
+        default="auto",
+        description="What the backward recomputes at once. stage: keeps only what crosses between stages; "
+        "needs device memory for a stage's activations. layer: less device memory, and a boundary kept for "
+        "every layer. auto: the planner's choice.",
+    )
+    vram_limit: Annotated[
+        int | None,
+        BeforeValidator(bytes_or_null),
+        Expected("a size such as 24GiB, a number of bytes, or null"),
+    ] = Field(
+        default=None,
+        description="Device memory that one worker may use, in bytes or with a unit (GiB = 1024^3, "
+        "GB = 1000^3). A plan that needs more is refused before loading. null: what is free on the device.",
+    )
+    plan: str | None = Field(
+        default=None,
+        description="Path of a plan file (as written, relative to the current directory). "
+        "null: planned at the start.",
+    )
+    cpu_threads: int | None = Field(
+        default=None,
+        ge=1,
+        description="Threads of one operation on the CPU pool. Never derived from the number of workers: "
+        "results may depend on it. null: the engine's choice, the same for any number of workers.",
+    )
+    deterministic: bool = Field(
+        default=False, description="Use deterministic CUDA kernels: bitwise repeatable, and slower."
+    )
+    inject_delays: int | None = Field(
+        default=None,
+        ge=0,
+        description="Seed of random delays put into every stream and thread, to test that timing changes no "
+        "result. Slow. null: none.",
+    )
+
+
+class Checkpoint(Section):
+    """Checkpoints from which a run can go on."""
+
+    every_steps: int | None = Field(
+        default=None, ge=1, description="Steps between checkpoints. null: not by steps."
+    )
+    every_minutes: float | None = Field(
+        default=None,
+        gt=0,
+        description="Minutes between checkpoints, taken at the next step's end. null: not by time.",
+    )
+    keep_last: int = Field(
+        default=2,
+        ge=1,
+        description="Checkpoints kept; older ones are deleted. Each holds the trained weights and moments.",
+    )
+    keep_best: bool = Field(
+        default=False,
+        description="Also keep the checkpoint with the lowest evaluation loss. Needs evaluation rows and "
+        "train.eval_every.",
+    )
+
+
+class Logging(Section):
+    """What a person sees; metrics.jsonl is written whatever is set."""
+
+    console: Literal["auto", "rich", "plain"] = Field(
+        default="auto",
+        description="rich: a live display. plain: lines. auto: rich on a terminal, else plain.",
+    )
+    every_steps: int = Field(default=1, ge=1, description="Steps between lines of the plain console.")
+
+
+class Recipe(Section):
+    """One run. ``Recipe(**sections)`` checks as strictly as a file; ``load_recipe`` explains its errors."""
+
+    model: Model
+    data: Data
+    adapter: Adapter | None = None
+    train: Train = Field(default_factory=Train)
+    optimizer: Optimizer = Field(default_factory=Optimizer)
+    engine: Engine = Field(default_factory=Engine)
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    logging: Logging = Field(default_factory=Logging)
+    output_dir: str = Field(
+        min_length=1,
+        description="Folder for metrics, checkpoints and the result (as written, relative to the current "
+        "directory).",
+    )
+
+    @model_validator(mode="after")
+    def _no_conflicts(self) -> Recipe:
+        conflicts = list(find_conflicts(self.data, self.train, self.engine, self.checkpoint))
+        if conflicts:
+            raise PydanticCustomError("conflicts", "{text}", {"text": "; ".join(c.message for c in conflicts)})
+        return self
