@@ -108,7 +108,7 @@ class SlotRun:
             head = segment.last
             batch = self._device_batch(task.batch)
             total, grad, sums = self._functions.loss_and_gradients(
-                output, self._weights[head], batch, self._leaves[head]
+                output, self._weights[head], batch, self._leaves[head], task.key
             )
             self._losses.append(total)
             for name, value in sums.items():

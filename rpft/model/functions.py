@@ -131,7 +131,7 @@ class LayerFunctions:
                 raise StopForward(None)
             return hidden
 
-        with torch.no_grad():
+        with torch.no_grad(), placed_dropout(0):  # what a stub of the embedding drops is not kept
             self._run_trunk(self._back, {}, batch, record)
         self._contexts[key] = (batch.position_ids, calls)  # keeps the tensor whose id is the key alive
         if len(self._contexts) > _CONTEXTS_KEPT:
@@ -159,13 +159,15 @@ class LayerFunctions:
         self, layer: int, hidden: torch.Tensor | None, weights: Weights, batch: DeviceBatch, key: int | None
     ) -> torch.Tensor:
         """The output of layer 0..L. ``hidden`` is None for layer 0; ``key`` places the dropout (None: off)."""
-        with placed_dropout(None if key is None else mix(key, layer)):
-            if layer == 0:
+        place = None if key is None else mix(key, layer)
+        if layer == 0:
+            with placed_dropout(place):
                 return self._embed(weights, batch)
-            assert hidden is not None
-            call = self.context(batch)[layer - 1]
-            template = self._templates[self._kinds[layer - 1]]
-            own = self._strip(weights, self._block_prefixes[layer - 1])
+        assert hidden is not None
+        call = self.context(batch)[layer - 1]
+        template = self._templates[self._kinds[layer - 1]]
+        own = self._strip(weights, self._block_prefixes[layer - 1])
+        with placed_dropout(place):
             out = functional_call(template, own, (hidden, *call.args), call.kwargs)
         return out[0] if isinstance(out, tuple) else out
 
@@ -210,7 +212,7 @@ class LayerFunctions:
         return total
 
     def loss_and_gradients(
-        self, hidden: torch.Tensor, weights: Weights, batch: DeviceBatch, leaves: Weights
+        self, hidden: torch.Tensor, weights: Weights, batch: DeviceBatch, leaves: Weights, key: int | None
     ) -> tuple[torch.Tensor, torch.Tensor, Weights]:
         """The loss sum, its gradient for ``hidden``, and float32 gradient sums for ``leaves`` (name to weight).
 
@@ -218,7 +220,7 @@ class LayerFunctions:
         exist at once; gradients over chunks are summed in float32.
         """
         hidden = hidden.detach().requires_grad_()
-        with torch.enable_grad():
+        with torch.enable_grad(), placed_dropout(None if key is None else mix(key, self.num_blocks + 1)):
             output = self._finish(hidden, weights, batch)
             final = output.last_hidden_state
         flat = final.detach().flatten(0, 1)

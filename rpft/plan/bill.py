@@ -1,0 +1,109 @@
+"""The memory bill of a plan: host RAM, device memory, disk; and what the machine has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rpft.engine.sizes import worker_sizes
+from rpft.errors import UserError
+from rpft.model.host_store import store_bytes
+from rpft.model.layout import LayerLayout
+from rpft.plan.plan import Plan
+
+_PROCESS_BYTES = 3 << 29
+"""Interpreter, torch, transformers and tokenised data: 1.5 GiB."""
+
+_HEAD_CHUNK_BYTES_PER_LOGIT = 14
+"""Logits in the working dtype, in float32, their softmax and its gradient."""
+
+
+@dataclass(frozen=True)
+class Bill:
+    """Bytes that a run takes. ``device`` is of one worker; its activation part is an estimate from shapes."""
+
+    host: int
+    device: int
+    disk: int
+    host_parts: dict[str, int]
+    device_parts: dict[str, int]
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What of a model's config decides the size of activations."""
+
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    itemsize: int
+
+
+def make_bill(
+    plan: Plan, layouts: list[LayerLayout], shape: ModelShape, max_tokens: int, head_chunk_tokens: int
+) -> Bill:
+    """The bill for microbatches of up to ``max_tokens`` (rows x sequence)."""
+    boundary = max_tokens * shape.hidden_size * shape.itemsize
+    kept = {s.first for stage in plan.backward[1:] for s in plan.segments(stage)}
+    crossings = len(kept | {stage.first for stage in plan.forward} | {plan.fused.first}) + 2
+    host = {
+        "weights, gradients, optimizer state": store_bytes(layouts),
+        "hidden states between stages": crossings * plan.num_microbatches * boundary,
+        "process": _PROCESS_BYTES,
+    }
+    segments = [plan.fused, *(s for stage in plan.backward[1:] for s in plan.segments(stage))]
+    longest = max(len(s.layers) for s in segments)
+    # What autograd keeps of a block: about ten hidden states and four of the widened ones.
+    block = max_tokens * shape.itemsize * (10 * shape.hidden_size + 4 * shape.intermediate_size)
+    device = {
+        "weight, gradient and hidden-state buffers": worker_sizes(layouts, plan, boundary).total_bytes,
+        "activations of a recomputed segment (estimate)": longest * block,
+        "gradients of a segment before they are summed": max(
+            sum(layouts[i].grad_elements for i in s.layers) * shape.itemsize for s in segments
+        ),
+        "logits of a chunk": min(max_tokens, head_chunk_tokens) * shape.vocab_size * _HEAD_CHUNK_BYTES_PER_LOGIT,
+    }
+    trained = sum(layout.num_trained for layout in layouts)
+    frozen = any(layout.num_trained == 0 or layout.host_bytes > layout.num_trained * 4 for layout in layouts)
+    result = trained * shape.itemsize if frozen else sum(layout.host_bytes for layout in layouts)
+    return Bill(sum(host.values()), sum(device.values()), result + 12 * trained, host, device)
+
+
+def available_host_bytes() -> int:
+    """RAM that this process may still take: what the system has free, within the control group's limit."""
+    import psutil
+
+    available = psutil.virtual_memory().available
+    limit, usage = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    try:
+        return min(available, int(limit.read_text()) - int(usage.read_text()))
+    except (OSError, ValueError):  # no such control group, or no limit in it
+        return available
+
+
+def gib(num_bytes: int) -> str:
+    """For people: bytes as GiB, or MiB below one."""
+    if num_bytes < 1 << 30:
+        return f"{num_bytes / 2**20:.0f} MiB"
+    return f"{num_bytes / 2**30:.1f} GiB"
+
+
+def refuse_unless_fits(bill: Bill, ram_bytes: int, vram_bytes: int | None) -> None:
+    """Raises UserError, with the bill and the settings that change it, when RAM or device memory is too little.
+
+    ``vram_bytes`` is None where the device has no memory of its own.
+    """
+    if bill.host > ram_bytes:
+        parts = "; ".join(f"{name} {gib(size)}" for name, size in bill.host_parts.items())
+        raise UserError(
+            f"this run needs {gib(bill.host)} of RAM and {gib(ram_bytes)} are free ({parts}). Less is needed"
+            " with an `adapter`, a smaller train.micro_batch_size or data.max_seq_len, or a smaller"
+            " engine.num_microbatches; if the system reports too little, set engine.ram_limit"
+        )
+    if vram_bytes is not None and bill.device > vram_bytes:
+        parts = "; ".join(f"{name} {gib(size)}" for name, size in bill.device_parts.items())
+        raise UserError(
+            f"this run needs {gib(bill.device)} of memory on each GPU and may take {gib(vram_bytes)} ({parts})."
+            " Less is needed with engine.recompute=layer, a smaller train.micro_batch_size or"
+            " data.max_seq_len; engine.vram_limit raises what it may take"
+        )

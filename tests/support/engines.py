@@ -1,0 +1,135 @@
+"""Runs a tiny model through the engine and the optimizer, below the command line, for tests of the protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rpft.engine.cpu import CpuDevice
+from rpft.engine.device import Device
+from rpft.engine.engine import Engine
+from rpft.engine.failure import Failure
+from rpft.engine.slot import HostBatch
+from rpft.engine.streams import Delays
+from rpft.model.adapters import LoraSettings, initialise_lora, inject_lora
+from rpft.model.checkpoint import Checkpoint, load_checkpoint, read_config
+from rpft.model.host_store import HostStore
+from rpft.model.layers import build_layers
+from rpft.model.skeleton import build_model, cut
+from rpft.optim.adamw import AdamW
+from rpft.optim.host_optimizer import HostOptimizer, UpdateResult
+from rpft.optim.schedule import Schedule
+from rpft.plan.plan import Plan, Stage
+
+SEQUENCE = 12
+
+
+def plan_of(
+    forward: Sequence[tuple[int, int]], backward: Sequence[tuple[int, int]], m: int, recompute: str
+) -> Plan:
+    """A plan from pairs of layer numbers."""
+    return Plan(tuple(Stage(*s) for s in forward), tuple(Stage(*s) for s in backward), m, recompute)
+
+
+def random_batches(count: int, seed: int, rows: int = 2, vocabulary: int = 320) -> list[HostBatch]:
+    """Microbatches [rows, SEQUENCE] of random tokens, each with another number of trained ones."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for i in range(count):
+        ids = torch.randint(3, vocabulary, (rows, SEQUENCE), generator=generator)
+        labels = torch.full((rows, SEQUENCE), -100)
+        labels[:, 3 + i % 4 : -1] = ids[:, 4 + i % 4 :]
+        flat = labels.flatten()
+        trained_at = (flat >= 0).nonzero().flatten()
+        batches.append(HostBatch(ids, None, trained_at, flat[trained_at]))
+    return batches
+
+
+@dataclass
+class Outcome:
+    """What a run leaves behind, comparable bit for bit."""
+
+    results: list[UpdateResult]
+    eval_loss_sum: float
+    store: HostStore
+
+    @property
+    def numbers(self) -> list[tuple[float, float]]:
+        return [(r.loss_sum, r.grad_norm) for r in self.results]
+
+    def same_as(self, other: Outcome) -> bool:
+        """Losses, norms, evaluation and every byte of the weights."""
+        return (
+            self.numbers == other.numbers
+            and self.eval_loss_sum == other.eval_loss_sum
+            and all(
+                torch.equal(a.weights, b.weights)
+                for a, b in zip(self.store.layers, other.store.layers, strict=True)
+            )
+        )
+
+
+def run_engine(
+    folder: Path,
+    plan: Plan,
+    workers: int = 1,
+    *,
+    steps: int = 3,
+    microbatches: int = 4,
+    lora: LoraSettings | None = None,
+    delays_seed: int | None = None,
+    update_lag: int = 0,
+    dtype: torch.dtype = torch.float32,
+    max_grad_norm: float | None = 1.0,
+    learning_rate: float = 1e-2,
+    weight_decay: float = 0.1,
+    seed: int = 3,
+    make_device: Callable[[int], Device] = CpuDevice,
+    batches_of: Callable[[int], list[HostBatch]] | None = None,
+    before_run: Callable[[Engine, HostOptimizer], Any] | None = None,
+) -> Outcome:
+    """Trains the checkpoint in ``folder`` for ``steps`` steps; raises the engine's fault, if any."""
+    config = read_config(folder, trust_remote_code=False)
+    skeleton = cut(build_model(config, dtype, "auto"))
+    if lora is not None:
+        inject_lora(skeleton, lora, str(folder))
+    store = HostStore(build_layers(skeleton, dtype))
+    load_checkpoint(Checkpoint(folder), skeleton, store)
+    if lora is not None:
+        initialise_lora(skeleton, store, seed)
+    failure, delays = Failure(), Delays(delays_seed)
+    schedule = Schedule("constant", learning_rate, steps)
+    optimizer = HostOptimizer(store, AdamW(weight_decay=weight_decay), schedule, max_grad_norm, failure, delays)
+    engine = Engine(
+        skeleton,
+        store,
+        plan,
+        [make_device(i) for i in range(workers)],
+        dtype=dtype,
+        max_tokens=2 * SEQUENCE,
+        seed=seed,
+        update_lag=update_lag,
+        send_update=optimizer.submit,
+        failure=failure,
+        delays=delays,
+    )
+    batches_of = batches_of or (lambda step: random_batches(microbatches, step))
+    try:
+        if before_run is not None:
+            before_run(engine, optimizer)
+        for step in range(1, steps + 1):
+            engine.submit_step(step, batches_of(step))
+        engine.flush()
+        results = [optimizer.wait(step) for step in range(1, steps + 1)]
+        loss = engine.evaluate(random_batches(3, seed=99))
+    finally:
+        still_running = engine.close()
+        optimizer.close()
+        ended = optimizer.join(5.0)
+    assert not still_running, still_running
+    assert ended
+    return Outcome(results, loss, store)
