@@ -5,7 +5,6 @@ Nothing heavy is imported here or at the top of a verb's module, so that `rpft -
 
 from __future__ import annotations
 
-import importlib.util
 import shlex
 import sys
 import traceback
@@ -18,6 +17,7 @@ from typer.core import TyperGroup
 
 from rpft import __version__
 from rpft.cli.recipes import app as recipes_app
+from rpft.cli.train import train
 from rpft.errors import EXIT_BAD_INPUT, EXIT_FAULT, EXIT_INTERRUPTED, UserError
 
 
@@ -67,10 +67,7 @@ def _options(
 
 
 app.add_typer(recipes_app, name="recipes")
-if importlib.util.find_spec("rpft.cli.train"):
-    from rpft.cli.train import train
-
-    app.command("train")(train)
+app.command("train")(train)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -77,6 +77,8 @@ class Update:
     ticket: Ticket
     before: WeightVersion
     after: WeightVersion
+    delayed: bool
+    """Whether a later step's slots, too, read ``before``, and wait for this step's gradients to be read."""
 
 
 class Controller:
@@ -153,7 +155,7 @@ class Controller:
             self._advance(ticket, after)
 
     def _advance(self, ticket: Ticket, after: WeightVersion) -> None:
-        self._send_update(Update(ticket, self._weights, after))
+        self._send_update(Update(ticket, self._weights, after, self._update_lag > 0))
         self._weights = after
 
     def _key(self, step: int, number: int) -> int | None:

@@ -32,6 +32,9 @@ class CpuDevice:
     def allocate_host(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
+    def memory_bytes(self) -> int | None:
+        return None
+
     def peak_bytes(self) -> int:
         """The worker's own buffers; what autograd holds inside a task is the process's and not counted."""
         return self._allocated_bytes

@@ -21,6 +21,10 @@ _TASKS_IN_FLIGHT = 2
 """Tasks of a stream issued and not complete: enough to hide launching, few enough to bound memory."""
 
 
+_RESERVE_BYTES = 1 << 29
+"""Device memory left to kernels, library workspaces and the allocator's fragments: 0.5 GiB."""
+
+
 class CudaStream(Stream):
     """A stream whose tasks launch work on one CUDA stream; waits between CUDA streams never block the host."""
 
@@ -67,6 +71,7 @@ class CudaDevice:
     def __init__(self, index: int, vram_limit_bytes: int | None) -> None:
         self.torch_device = torch.device("cuda", index)
         self.name = f"cuda:{index}"
+        self._limit = vram_limit_bytes
         if vram_limit_bytes is not None:
             total = torch.cuda.get_device_properties(index).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, vram_limit_bytes / total), index)
@@ -83,6 +88,12 @@ class CudaDevice:
 
     def allocate_host(self, num_bytes: int) -> torch.Tensor:
         return page_locked(num_bytes)
+
+    def memory_bytes(self) -> int | None:
+        """The limit, or what is free now less what kernels and the allocator's pieces take."""
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        usable = free - _RESERVE_BYTES
+        return usable if self._limit is None else min(usable, self._limit)
 
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.torch_device)

@@ -36,6 +36,10 @@ class Device(Protocol):
         """Host memory that this device copies from and to at full speed, uint8 [num_bytes], zeroed."""
         ...
 
+    def memory_bytes(self) -> int | None:
+        """Device memory that the worker may take; None where it has none of its own."""
+        ...
+
     def peak_bytes(self) -> int:
         """Most device memory held at once since the start."""
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,10 @@ def inject_lora(skeleton: Skeleton, settings: LoraSettings, base_model: str) -> 
         base_model_name_or_path=base_model,
     )
     try:
-        return get_peft_model(skeleton.model, config, adapter_name=_ADAPTER, low_cpu_mem_usage=True)
+        with warnings.catch_warnings():
+            # peft asks transformers a question under a name that transformers is about to drop
+            warnings.filterwarnings("ignore", category=FutureWarning)
+            return get_peft_model(skeleton.model, config, adapter_name=_ADAPTER, low_cpu_mem_usage=True)
     except ValueError as error:
         raise UserError(
             f"adapter.target_modules {settings.target_modules!r}: {str(error).splitlines()[0]}"

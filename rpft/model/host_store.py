@@ -6,6 +6,7 @@ the working weight is its own master. A frozen parameter has its working weight 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -84,6 +85,17 @@ class HostStore:
         layer = self.layers[self._layer_of[name]]
         spec, offset = layer.layout.own[name]
         return layer.weights[offset : offset + spec.num_bytes].view(spec.dtype).view(spec.shape)
+
+    def layer_weights(self, layer: int) -> dict[str, torch.Tensor]:
+        """Every tensor that the functions of ``layer`` use, borrowed ones included, as views of the host buffers."""
+        weights = {}
+        layout = self.layers[layer].layout
+        for b in layout.bindings:
+            piece = next(p for p in layout.weight_pieces if 0 <= b.byte_offset - p.region_offset < p.length)
+            start = piece.start + b.byte_offset - piece.region_offset
+            stop = start + math.prod(b.shape) * b.dtype.itemsize
+            weights[b.name] = self.layers[piece.layer].weights[start:stop].view(b.dtype).view(b.shape)
+        return weights
 
     def trained_view(self, name: str, flat: str) -> torch.Tensor:
         """The part of ``gradient``, ``master``, ``exp_avg`` or ``exp_avg_sq`` that belongs to ``name``."""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rpft.errors import UserError
+from rpft.model.refuse import refuse_encoder, refuse_settings, refuse_side_inputs
 
 
 class StopForward(Exception):
@@ -50,7 +51,8 @@ class BlockStub(nn.Module):
 class EmbeddingStub(nn.Module):
     """Stands in the place of a module with parameters outside the blocks; yields zeros of the right shape.
 
-    ``calls``, where given, collects the names of the stubs in the order in which they are called.
+    ``calls``, where given, collects the names of the stubs in the order in which they are called; the zeros
+    then require a gradient, so that what the model makes of them can be told from the rest.
     """
 
     def __init__(self, name: str, module: nn.Module, dtype: torch.dtype, calls: list[str] | None = None) -> None:
@@ -66,7 +68,8 @@ class EmbeddingStub(nn.Module):
             return x
         leading = x.shape if self.looks_up else x.shape[:-1]
         dtype = self.dtype if self.looks_up else x.dtype
-        return torch.zeros(1, dtype=dtype, device=x.device).expand(*leading, self.out_features)
+        zero = torch.zeros(1, dtype=dtype, device=x.device, requires_grad=self.calls is not None)
+        return zero.expand(*leading, self.out_features)
 
 
 class ShellState:
@@ -116,11 +119,12 @@ def build_model(config: Any, dtype: torch.dtype, attention: str) -> Any:
     """The model of ``config`` with its parameters on meta and its buffers real, in training mode.
 
     ``attention``: sdpa, eager, or auto (sdpa where the family has it). Raises UserError for a family that
-    is not a causal language model or lacks the attention asked for.
+    is not a causal language model, lacks the attention asked for, or draws noise that is no dropout.
     """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
+    refuse_settings(config)
     config.use_cache = False
     kwargs = {} if attention == "auto" else {"attn_implementation": attention}
     try:
@@ -200,8 +204,10 @@ def cut(model: Any) -> Skeleton:
     for path in outer:
         if any(True for _ in model.get_submodule(path).children()):
             raise UserError(f"{name} is not supported: {path or 'the model'} owns parameters beside its children")
-    count = len(model.get_submodule(blocks_path))
-    last_error: Exception | None = None
+    blocks = model.get_submodule(blocks_path)
+    refuse_encoder(model, blocks)
+    count = len(blocks)
+    errors: list[str] = []
     for returns_tuple in (False, True):
         shell, state, calls = copy.deepcopy(model), ShellState(returns_tuple), []
         stub_blocks(shell, blocks_path, state)
@@ -211,25 +217,28 @@ def cut(model: Any) -> Skeleton:
 
         def action(index: int, hidden: Any, args: Any, kwargs: Any, seen: Any = seen, calls: Any = calls) -> Any:
             if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3 or index != len(seen):
-                raise StopForward(None)
+                raise ValueError(f"block {index} was called as number {len(seen)}, or without a hidden state")
+            refuse_side_inputs(model, args, kwargs)
             seen.append(hidden.shape)
             calls.append("<block>")
             return hidden
 
         state.action = action
         try:
-            with torch.no_grad():
+            with torch.enable_grad():
                 shell(input_ids=torch.zeros(2, 3, dtype=torch.long), use_cache=False)
+        except UserError:
+            raise
         except Exception as error:
-            last_error = error
+            errors.append(f"{type(error).__name__}: {error}".splitlines()[0])
             continue
         if len(seen) == count and len(set(seen)) == 1:
             break
     else:
         raise UserError(
             f"{name} is not supported: its blocks are not called once each, in order, with one hidden state"
-            + (f" ({type(last_error).__name__}: {last_error})" if last_error else "")
-        ) from last_error
+            + (f" ({errors[0]})" if errors else "")
+        )
 
     first, last = calls.index("<block>"), len(calls) - 1 - calls[::-1].index("<block>")
     before = tuple(dict.fromkeys(calls[:first]))

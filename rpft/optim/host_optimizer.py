@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -34,6 +34,8 @@ class UpdateResult:
     """Global norm of the mean gradient before clipping; not finite for a skipped step."""
     skipped: bool
     skipped_in_a_row: int
+    skipped_steps: int
+    """Skipped since the run began, this one included."""
 
 
 class HostOptimizer:
@@ -48,13 +50,14 @@ class HostOptimizer:
         failure: Failure,
         delays: Delays,
         updates_applied: int = 0,
+        skipped_steps: int = 0,
     ) -> None:
-        """``updates_applied``: updates that the store's moments have had (a resumed run)."""
+        """``updates_applied``: updates that the store's moments have had; both counts are of a resumed run."""
         self._store, self._algorithm, self._schedule = store, algorithm, schedule
         self._max_grad_norm = max_grad_norm
         self._failure, self._pause = failure, delays.of("optimizer")
         self.updates_applied = updates_applied
-        self.skipped_steps = 0
+        self.skipped_steps = skipped_steps
         self._skipped_in_a_row = 0
         self._orders: deque[Update] = deque()
         self._results: dict[int, UpdateResult] = {}
@@ -127,15 +130,21 @@ class HostOptimizer:
             self._skipped_in_a_row += 1
         else:
             self._skipped_in_a_row = 0
+        masters: list[torch.Tensor | None] = []
         for index, layer in enumerate(self._store.layers):
-            if layer.layout.num_trained and not skipped:
-                self._update_layer(update, index, rate, ticket.trained_tokens / self._clip_coefficient(norm))
+            changes = layer.layout.num_trained > 0 and not skipped
+            divisor = ticket.trained_tokens / self._clip_coefficient(norm)
+            masters.append(self._update_masters(update, index, rate, divisor) if changes else None)
             ticket.read[index].set()
-            # A layer that is not written holds the new version as soon as it holds the old one.
-            self._wait([update.before.written[index]])
-            update.after.written[index].set()
+            if not update.delayed:
+                self._publish(update, index, masters[index])
+        if update.delayed:
+            # The step that runs must bring down all its gradients before the last of its uploads can be, so no
+            # upload is waited for until every layer's gradient is used up; then in the order of its uploads.
+            for index in reversed(range(len(masters))):
+                self._publish(update, index, masters[index])
         self.updates_applied += not skipped
-        return UpdateResult(ticket.step, loss_sum, rate, norm, skipped, self._skipped_in_a_row)
+        return UpdateResult(ticket.step, loss_sum, rate, norm, skipped, self._skipped_in_a_row, self.skipped_steps)
 
     def _gradient_norm(self, update: Update) -> float:
         """Norm of the gradient sum; first adds to each weight's gradient what other layers' uses of it gave."""
@@ -161,13 +170,22 @@ class HostOptimizer:
             return 1.0
         return min(1.0, self._max_grad_norm / (norm + 1e-6))
 
-    def _update_layer(self, update: Update, index: int, rate: float, divisor: float) -> None:
+    def _update_masters(self, update: Update, index: int, rate: float, divisor: float) -> torch.Tensor:
+        """Updates a layer's masters and moments; gives the masters, which ``_publish`` takes over."""
         layer = self._store.layers[index]
-        readers = update.before.readers[index]
-        if layer.master_is_working:
-            self._wait(readers)
+        if layer.master_is_working and update.delayed:
+            layer = replace(layer, master=layer.master.clone())
+        elif layer.master_is_working:
+            self._wait(update.before.readers[index])
         self._algorithm.update(layer, rate, self.updates_applied, divisor)
-        update.ticket.read[index].set()
-        if not layer.master_is_working:
-            self._wait(readers)
-            layer.working.copy_(layer.master)
+        return layer.master
+
+    def _publish(self, update: Update, index: int, master: torch.Tensor | None) -> None:
+        """Writes a layer's new working weights, where it has any, when nobody reads the old ones any more."""
+        layer = self._store.layers[index]
+        if master is not None and master.data_ptr() != layer.working.data_ptr():
+            self._wait(update.before.readers[index])
+            layer.working.copy_(master)
+        # A layer that is not written holds the new version as soon as it holds the old one.
+        self._wait([update.before.written[index]])
+        update.after.written[index].set()

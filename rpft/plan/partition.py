@@ -42,7 +42,7 @@ def balanced_plan(
     blocks = [cost.with_recompute for cost in costs[1:-1]]
     candidates: dict[Plan, float] = {}
     for count in range(1, len(blocks) + 1):
-        for bottleneck in {max(_sums(blocks, count)), max(_sums(blocks, count) + [_head(costs)])}:
+        for bottleneck in {max(_sums(blocks, count)), max(*_sums(blocks, count), _head(costs))}:
             plan = _pack(costs, bottleneck, num_microbatches, recompute)
             if plan not in candidates and fits(plan):
                 times = slot_times(plan, costs)

@@ -265,6 +265,15 @@ class Engine(Section):
         description="Device memory that one worker may use, in bytes or with a unit (GiB = 1024^3, "
         "GB = 1000^3). A plan that needs more is refused before loading. null: what is free on the device.",
     )
+    ram_limit: Annotated[
+        int | None,
+        BeforeValidator(bytes_or_null),
+        Expected("a size such as 64GiB, a number of bytes, or null"),
+    ] = Field(
+        default=None,
+        description="Host memory that the run may use, in bytes or with a unit. A plan that needs more is refused "
+        "before loading. null: what the system reports as free.",
+    )
     plan: str | None = Field(
         default=None,
         description="Path of a plan file (as written, relative to the current directory). "

@@ -1,13 +1,23 @@
-"""Tiny random models of many families, as configs and as checkpoint folders. Vocabulary 320, 4 blocks, hidden 64."""
+"""Tiny random models of many families, as configs, checkpoint folders and host stores.
+
+Vocabulary 320, 4 blocks, hidden 64.
+"""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+
+from rpft.model.adapters import LoraSettings, inject_lora
+from rpft.model.checkpoint import Checkpoint, load_checkpoint, read_config
+from rpft.model.host_store import HostStore
+from rpft.model.layers import build_layers
+from rpft.model.skeleton import Skeleton, build_model, cut
 
 VOCABULARY = 320
 
@@ -67,20 +77,53 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "opt": ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 32, "do_layer_norm_before": False}),
+    "falcon": ("FalconConfig", {}),
+    "bloom": ("BloomConfig", {"n_layer": 4, "n_head": 4}),
+    "smollm3": ("SmolLM3Config", {}),
+    "phi": ("PhiConfig", {}),
+    "starcoder2": ("Starcoder2Config", {}),
+    "stablelm": ("StableLmConfig", {}),
+    "gptj": ("GPTJConfig", {**_GPT2, "rotary_dim": 8}),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            **{"head_dim": 16, "num_experts": 4, "shared_expert_intermediate_size": 32, **_MOE},
+            **{"linear_num_value_heads": 4, "linear_num_key_heads": 2},
+            **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            **{"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, **_MOE},
+            **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16},
+            **{"v_head_dim": 16, "num_key_value_heads": 4},
+        },
+    ),
+}
+
 FAMILIES = tuple(_FAMILIES)
+"""The families that every feature is tried on."""
+
+MORE_FAMILIES = tuple(_MORE_FAMILIES)
+"""Families that only the layers themselves are tried on."""
+
+_WITHOUT_SDPA = ("gemma2", "bloom")
 
 
 def tiny_config(family: str, **changes: Any) -> Any:
     """A fresh config of ``family`` with ``changes``."""
-    name, settings = _FAMILIES[family]
-    base = {} if family == "gpt2" else _COMMON
+    name, settings = {**_FAMILIES, **_MORE_FAMILIES}[family]
+    base = {} if family in ("gpt2", "gptj") else _COMMON
     return getattr(transformers, name)(**{**base, **copy.deepcopy(settings), **changes})
 
 
 def tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A transformers model of ``family`` with random weights, none of them zero or one, in training mode."""
     config = tiny_config(family, **changes)
-    eager = {"attn_implementation": "eager"} if family == "gemma2" else {}
+    eager = {"attn_implementation": "eager"} if family in _WITHOUT_SDPA else {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, **eager)
@@ -95,3 +138,26 @@ def tiny_checkpoint(folder: Path, family: str, seed: int = 0, **changes: Any) ->
     model = tiny_model(family, seed, **changes)
     model.save_pretrained(folder)
     return model
+
+
+@dataclass
+class Loaded:
+    """A checkpoint folder as rpft holds it; ``peft_model`` is None without an adapter."""
+
+    skeleton: Skeleton
+    store: HostStore
+    peft_model: Any | None
+
+
+def skeleton_of(folder: Path, dtype: torch.dtype = torch.float32) -> Skeleton:
+    """The skeleton of the checkpoint in ``folder``."""
+    return cut(build_model(read_config(folder, trust_remote_code=False), dtype, "auto"))
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32, lora: LoraSettings | None = None) -> Loaded:
+    """The checkpoint in ``folder`` in a host store; a ``lora`` adapter's weights are left at zero."""
+    skeleton = skeleton_of(folder, dtype)
+    peft_model = None if lora is None else inject_lora(skeleton, lora, str(folder))
+    store = HostStore(build_layers(skeleton, dtype))
+    load_checkpoint(Checkpoint(folder), skeleton, store)
+    return Loaded(skeleton, store, peft_model)

@@ -1,0 +1,1 @@
+"""One training loop for every kind of run: prepare, step, evaluate, save, resume."""

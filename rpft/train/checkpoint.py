@@ -1,0 +1,148 @@
+"""Training checkpoints: trained weights and moments a layer a file, a state file last, renamed into place whole.
+
+    OUTPUT_DIR/checkpoints/step-00000020/layer-00003.safetensors    master, exp_avg, exp_avg_sq
+                                        /state.json                 step, counters, what the run is, file sizes
+
+Frozen weights are not in it: they come from the model's own checkpoint. Working weights are not either: they
+are the masters, rounded.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from rpft.errors import UserError
+from rpft.model.host_store import HostStore
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINT_VERSION = 1
+_FOLDER = "checkpoints"
+_NAME = re.compile(r"step-(\d{8})$")
+_STATE = "state.json"
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Where a run stands at a step boundary, and what must be the same for it to go on bit for bit."""
+
+    step: int
+    updates_applied: int
+    skipped_steps: int
+    best_step: int | None
+    best_eval_loss: float | None
+    run: dict[str, Any]
+    """Model, data, batch, schedule and optimizer settings; see ``run_identity``."""
+
+
+class CheckpointFolder:
+    """The checkpoints of one output directory."""
+
+    def __init__(self, output_dir: Path, keep_last: int) -> None:
+        self.path = output_dir / _FOLDER
+        self.keep_last = keep_last
+
+    def save(self, state: TrainState, store: HostStore) -> Path:
+        """Writes a checkpoint of a store at rest; older ones beyond ``keep_last`` go when the new one is whole."""
+        final = self.path / f"step-{state.step:08d}"
+        fresh = final.with_name(final.name + ".partial")
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        sizes = {}
+        for layer in store.layers:
+            if layer.layout.num_trained:
+                file = fresh / f"layer-{layer.layout.layer:05d}.safetensors"
+                tensors = {
+                    "master": layer.master,
+                    "exp_avg": layer.exp_avg,
+                    "exp_avg_sq": layer.exp_avg_sq,
+                }
+                save_file(tensors, file)
+                _sync(file)
+                sizes[file.name] = file.stat().st_size
+        text = json.dumps({"version": CHECKPOINT_VERSION, "sizes": sizes, **asdict(state)}, indent=1)
+        (fresh / _STATE).write_text(text, encoding="utf-8")
+        _sync(fresh / _STATE)
+        shutil.rmtree(final, ignore_errors=True)
+        fresh.rename(final)
+        _sync(self.path)
+        self._prune(state)
+        return final
+
+    def _prune(self, state: TrainState) -> None:
+        for path in self.all()[: -self.keep_last]:
+            if path.name != f"step-{state.best_step or 0:08d}":
+                shutil.rmtree(path)
+
+    def all(self) -> list[Path]:
+        """Checkpoint folders, oldest first."""
+        if not self.path.is_dir():
+            return []
+        return sorted(p for p in self.path.iterdir() if _NAME.match(p.name))
+
+    def newest(self) -> Path:
+        """The newest whole checkpoint; a torn one is named and passed over. UserError when there is none."""
+        for path in reversed(self.all()):
+            fault = _fault(path)
+            if fault is None:
+                return path
+            logger.warning("checkpoint %s is not whole (%s); going back to the one before", path, fault)
+        raise UserError(f"no whole checkpoint in {self.path} to resume from; leave out --resume to start anew")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _fault(path: Path) -> str | None:
+    try:
+        state = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        wrong = [name for name, size in state["sizes"].items() if (path / name).stat().st_size != size]
+    except (OSError, ValueError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    return f"{wrong[0]} has another size than was written" if wrong else None
+
+
+def read_state(path: Path) -> TrainState:
+    """The state of a whole checkpoint; UserError for anything else."""
+    fault = _fault(path)
+    if fault is not None:
+        raise UserError(f"{path}: not a whole checkpoint ({fault})")
+    data = json.loads((path / _STATE).read_text(encoding="utf-8"))
+    if data.pop("version") != CHECKPOINT_VERSION:
+        raise UserError(f"{path}: written by another version of rpft, whose checkpoints this one cannot read")
+    del data["sizes"]
+    return TrainState(**data)
+
+
+def restore(path: Path, state: TrainState, run: dict[str, Any], store: HostStore) -> None:
+    """Fills masters, moments and working weights of ``store``; UserError when the run is another one."""
+    differing = [key for key in sorted(run.keys() | state.run.keys()) if run.get(key) != state.run.get(key)]
+    if differing:
+        lines = "; ".join(
+            f"{key}: {state.run.get(key)} in the checkpoint, {run.get(key)} now" for key in differing
+        )
+        raise UserError(f"{path}: the recipe has changed in a way that makes it another run ({lines})")
+    for layer in store.layers:
+        if layer.layout.num_trained:
+            file = path / f"layer-{layer.layout.layer:05d}.safetensors"
+            with safe_open(file, framework="pt") as handle:
+                layer.exp_avg.copy_(handle.get_tensor("exp_avg"))
+                layer.exp_avg_sq.copy_(handle.get_tensor("exp_avg_sq"))
+                layer.master.copy_(handle.get_tensor("master"))
+            if not layer.master_is_working:
+                layer.working.copy_(layer.master)

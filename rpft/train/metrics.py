@@ -1,0 +1,89 @@
+"""metrics.jsonl: a line a step or evaluation, whole after any crash, continued without gaps or doubles."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+METRICS_FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step; the names are the keys of its line. ``loss`` is the mean over the step's trained tokens."""
+
+    step: int
+    epoch: float
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    trained_tokens: int
+    tokens: int
+    tokens_per_second: float
+    step_seconds: float
+    skipped_steps: int
+    """Skipped so far, this one included."""
+    host_rss_bytes: int
+    devices: list[dict[str, Any]]
+    """[{name, peak_bytes}], one a worker."""
+
+
+@dataclass(frozen=True)
+class EvalRecord:
+    """One evaluation; ``eval_loss`` is the mean over ``eval_tokens`` trained tokens."""
+
+    step: int
+    eval_loss: float
+    eval_tokens: int
+
+
+class MetricsFile:
+    """Appends records to OUTPUT_DIR/metrics.jsonl."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / METRICS_FILE
+
+    def keep_until(self, step: int) -> None:
+        """Drops what stands after ``step`` (a resumed run makes it again) and a last line that is not whole."""
+        self.rewrite(lambda line: line["step"] <= step)
+
+    def rewrite(self, keep: Callable[[dict[str, Any]], bool]) -> None:
+        if not self.path.exists():
+            return
+        kept = [line for line in self.path.read_text(encoding="utf-8").splitlines() if _is_whole(line)]
+        fresh = self.path.with_suffix(".partial")
+        fresh.write_text(
+            "".join(line + "\n" for line in kept if keep(json.loads(line))), encoding="utf-8", newline="\n"
+        )
+        os.replace(fresh, self.path)
+
+    def has_evaluation(self, step: int) -> bool:
+        """Whether an evaluation at ``step`` is already in the file."""
+        if not self.path.exists():
+            return False
+        lines = (
+            json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines() if _is_whole(line)
+        )
+        return any("eval_loss" in line and line["step"] == step for line in lines)
+
+    def append(self, record: StepRecord | EvalRecord) -> None:
+        """Writes one line at once. A number that JSON lacks (a skipped step's loss) becomes null."""
+        line = json.dumps({key: _finite(value) for key, value in asdict(record).items()}, allow_nan=False)
+        with self.path.open("a", encoding="utf-8", newline="\n") as file:
+            file.write(line + "\n")
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _is_whole(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False

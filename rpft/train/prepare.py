@@ -1,0 +1,122 @@
+"""From a recipe to everything that a run needs, short of the weights. What can be refused is refused here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rpft.engine.device import Device, make_pool
+from rpft.errors import UserError
+from rpft.model.adapters import LoraSettings, inject_lora
+from rpft.model.checkpoint import Checkpoint, read_config, resolve_checkpoint
+from rpft.model.functions import HEAD_CHUNK_TOKENS
+from rpft.model.layers import build_layers
+from rpft.model.layout import LayerLayout
+from rpft.model.skeleton import Skeleton, build_model, cut
+from rpft.plan.bill import Bill, ModelShape, available_host_bytes, make_bill, refuse_unless_fits
+from rpft.plan.costs import layer_costs
+from rpft.plan.partition import balanced_plan, choose_num_microbatches
+from rpft.plan.plan import Plan, read_plan
+from rpft.recipe.schema import Recipe
+from rpft.train.rows import RunData, load_data
+
+
+@dataclass
+class Prepared:
+    """A run, ready to load its weights."""
+
+    recipe: Recipe
+    checkpoint: Checkpoint
+    config: Any
+    """The checkpoint's config as it stands in its file."""
+    skeleton: Skeleton
+    peft_model: Any | None
+    layouts: list[LayerLayout]
+    dtype: torch.dtype
+    devices: list[Device]
+    data: RunData
+    plan: Plan
+    bill: Bill
+
+
+def prepare(recipe: Recipe) -> Prepared:
+    """Reads config, tokenizer and data, builds skeleton and plan, checks memory; UserError where it fails."""
+    folder = resolve_checkpoint(recipe.model.path, recipe.model.revision)
+    config = read_config(folder, recipe.model.trust_remote_code)
+    checkpoint = Checkpoint(folder)
+    devices = make_pool(recipe.engine.device, recipe.engine.workers, recipe.engine.vram_limit)
+    dtype = getattr(torch, recipe.model.dtype)
+    data = load_data(recipe, folder)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and data.longest > positions:
+        raise UserError(
+            f"the longest row has {data.longest} tokens with padding, the model has {positions} positions;"
+            f" set data.max_seq_len to at most {positions}"
+        )
+    model_config = read_config(folder, recipe.model.trust_remote_code)  # building changes it
+    skeleton = cut(build_model(model_config, dtype, recipe.model.attention))
+    peft_model = None
+    if recipe.adapter is not None:
+        adapter = recipe.adapter
+        targets = adapter.target_modules
+        settings = LoraSettings(
+            adapter.r, adapter.alpha, adapter.dropout, targets if isinstance(targets, str) else list(targets)
+        )
+        peft_model = inject_lora(skeleton, settings, recipe.model.path)
+    layouts = build_layers(skeleton, dtype)
+    plan, bill = _plan(recipe, skeleton, layouts, devices, data.longest, dtype)
+    return Prepared(recipe, checkpoint, config, skeleton, peft_model, layouts, dtype, devices, data, plan, bill)
+
+
+def _plan(
+    recipe: Recipe,
+    skeleton: Skeleton,
+    layouts: list[LayerLayout],
+    devices: list[Device],
+    longest: int,
+    dtype: torch.dtype,
+) -> tuple[Plan, Bill]:
+    settings = recipe.engine
+    text = skeleton.model.config.get_text_config()
+    hidden = text.hidden_size
+    intermediate = getattr(text, "intermediate_size", None) or 4 * hidden
+    shape = ModelShape(hidden, intermediate, text.vocab_size, dtype.itemsize)
+    max_tokens = recipe.train.micro_batch_size * longest
+    vram = min((d.memory_bytes() for d in devices if d.memory_bytes() is not None), default=None)
+    ram = settings.ram_limit or available_host_bytes()
+
+    def bill(plan: Plan) -> Bill:
+        return make_bill(plan, layouts, shape, max_tokens, HEAD_CHUNK_TOKENS)
+
+    if settings.plan is not None:
+        plan = read_plan(Path(settings.plan))
+        plan.check(len(layouts))
+    else:
+        accumulation = recipe.train.gradient_accumulation_steps
+        size = settings.num_microbatches or choose_num_microbatches(accumulation)
+        costs = layer_costs(layouts, skeleton)
+        grains = ["stage", "layer"] if settings.recompute == "auto" else [settings.recompute]
+        found = None
+        for grain in grains:
+            found = found or balanced_plan(
+                costs,
+                len(devices),
+                size,
+                accumulation // size,
+                grain,
+                lambda plan: vram is None or bill(plan).device <= vram,
+            )
+        # With no plan that fits, the bill of the smallest stages says by how much.
+        plan = found or balanced_plan(
+            costs, len(devices), size, accumulation // size, grains[-1], _one_block_stages
+        )
+        assert plan is not None
+    refuse_unless_fits(bill(plan), ram, vram)
+    return plan, bill(plan)
+
+
+def _one_block_stages(plan: Plan) -> bool:
+    return all(len(stage.layers) <= 2 for stage in plan.backward)

@@ -1,0 +1,113 @@
+"""Runs a loaded model layer by layer through LayerFunctions, with gradients, as plainly as can be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from support.models import Loaded
+
+from rpft.model.functions import DeviceBatch, LayerFunctions
+from rpft.model.host_store import HostStore
+
+
+def batch_of(ids: torch.Tensor, skip: int = 0) -> DeviceBatch:
+    """A microbatch of ``ids`` [rows, sequence] that trains every next token after the first ``skip``."""
+    targets = torch.full_like(ids, -100)
+    targets[:, skip:-1] = ids[:, skip + 1 :]
+    at = (targets.flatten() >= 0).nonzero().flatten()
+    return DeviceBatch(ids, None, at, targets.flatten()[at])
+
+
+def random_ids(rows: int = 2, sequence: int = 16, seed: int = 0) -> torch.Tensor:
+    """Ids [rows, sequence] below 320, none of them a special one."""
+    return torch.randint(3, 320, (rows, sequence), generator=torch.Generator().manual_seed(seed))
+
+
+def functions_of(loaded: Loaded, dtype: torch.dtype = torch.float32, train: bool = False) -> LayerFunctions:
+    functions = LayerFunctions(loaded.skeleton, torch.device("cpu"), dtype)
+    functions.train(train)
+    return functions
+
+
+def logits_of(loaded: Loaded, ids: torch.Tensor) -> torch.Tensor:
+    """Logits [rows, sequence, vocabulary] of the model in the host store."""
+    functions, batch, hidden = functions_of(loaded), batch_of(ids), None
+    last = len(loaded.store.layers) - 1
+    with torch.no_grad():
+        for layer in range(last):
+            hidden = functions.forward(layer, hidden, loaded.store.layer_weights(layer), batch, None)
+        assert hidden is not None
+        return functions.logits(hidden, loaded.store.layer_weights(last), batch)
+
+
+@dataclass
+class Passed:
+    """What a forward and backward pass gives: the loss sum, and gradients by the owner's name."""
+
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+
+
+def forward_and_backward(
+    functions: LayerFunctions, store: HostStore, batch: DeviceBatch, key: int | None = None
+) -> Passed:
+    """All layers forward, then each recomputed and run backward from its input alone, as the engine does."""
+    last = len(store.layers) - 1
+    inputs: list[torch.Tensor | None] = [None]
+    with torch.no_grad():
+        for layer in range(last):
+            inputs.append(functions.forward(layer, inputs[-1], store.layer_weights(layer), batch, key))
+    gradients: dict[str, torch.Tensor] = {}
+
+    def add(layer: int, names: dict[str, torch.Tensor]) -> None:
+        lent = {name: b for b in store.layers[layer].layout.bindings for name in names if b.name == name}
+        for name, gradient in names.items():
+            owner = name if name in store else _owner(store, layer, lent[name].byte_offset)
+            gradients[owner] = gradients[owner] + gradient if owner in gradients else gradient
+
+    weights, leaves = _leaves(store, last)
+    hidden = inputs[last]
+    assert hidden is not None
+    loss, grad, sums = functions.loss_and_gradients(hidden, weights, batch, leaves, key)
+    add(last, sums)
+    for layer in reversed(range(last)):
+        weights, leaves = _leaves(store, layer)
+        hidden = inputs[layer]
+        wanted = list(leaves.values())
+        if hidden is not None:
+            hidden = hidden.detach().requires_grad_()
+            wanted.append(hidden)
+        output = functions.forward(layer, hidden, weights, batch, key)
+        grads = list(torch.autograd.grad(output, wanted, grad, allow_unused=True))
+        if hidden is not None:
+            grad = grads.pop()
+        add(layer, {n: g for n, g in zip(leaves, grads, strict=True) if g is not None})
+    return Passed(loss, gradients)
+
+
+def _leaves(store: HostStore, layer: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    trained = {b.name for b in store.layers[layer].layout.bindings if b.grad_offset is not None}
+    weights = {
+        name: weight.detach().requires_grad_(name in trained) for name, weight in store.layer_weights(layer).items()
+    }
+    return weights, {name: weight for name, weight in weights.items() if name in trained}
+
+
+def _owner(store: HostStore, layer: int, byte_offset: int) -> str:
+    layout = store.layers[layer].layout
+    piece = next(p for p in layout.weight_pieces if 0 <= byte_offset - p.region_offset < p.length)
+    at = piece.start + byte_offset - piece.region_offset
+    return next(name for name, (_, start) in store.layers[piece.layer].layout.own.items() if start == at)
+
+
+def summed_cross_entropy(logits: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
+    """The plain loss that ``loss_and_gradients`` must give, in float32."""
+    return F.cross_entropy(logits.flatten(0, 1)[batch.trained_at].float(), batch.targets, reduction="sum")
+
+
+def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The norm of the difference by the norm of ``theirs``; 0 where both are zero."""
+    difference = (ours - theirs).norm().item()
+    return difference / theirs.norm().item() if difference else 0.0
