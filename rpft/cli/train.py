@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -65,7 +66,8 @@ def train(
             reporter.say(f"resuming from {checkpoint}")
         Trainer(prepared, reporter).run(checkpoint)
     except Interrupted as stop:
-        reporter.say(f"{stop}. To go on: rpft train {recipe} --resume")
+        words = shlex.join([str(recipe), *(overrides or [])])
+        reporter.say(f"{stop}. To go on: rpft train {words} --resume")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     finally:
         reporter.close()

@@ -164,7 +164,7 @@ class Controller:
 
     # -- one round -----------------------------------------------------------------------------------------
 
-    def _submit_round(self, batches: list[KeyedBatch], ticket: Ticket, first: bool) -> None:
+    def _submit_round(self, batches: Sequence[KeyedBatch], ticket: Ticket, first: bool) -> None:
         """F0 .. F(p-1), the fused stage, B1 .. B(q-1)."""
         segments = {stage: self._segments(stage) for stage in self._plan.backward}
         kept = [s.first for stage in self._plan.backward[1:] for s in segments[stage] if s.first > 0]
@@ -203,7 +203,7 @@ class Controller:
         return tuple(s for s in self._plan.segments(stage) if s.last >= self.first_trained)
 
     def _forward_slots(
-        self, batches: list[KeyedBatch], later_readers: Callable[[int], int]
+        self, batches: Sequence[KeyedBatch], later_readers: Callable[[int], int]
     ) -> dict[int, list[Boundary]]:
         """Queues the forward stages; gives for each layer whose input was kept a boundary a microbatch.
 
@@ -225,7 +225,7 @@ class Controller:
             self._dispatch(SlotKind.FORWARD, stage, (), tasks, [], None)
         return kept
 
-    def _loss_slot(self, batches: list[KeyedBatch], inputs: dict[int, list[Boundary]], losses: Losses) -> None:
+    def _loss_slot(self, batches: Sequence[KeyedBatch], inputs: dict[int, list[Boundary]], losses: Losses) -> None:
         fused = self._plan.fused
         tasks = [Task(*batch) for batch in batches]
         if fused.first > 0:

@@ -34,7 +34,7 @@ class CudaStream(Stream):
         self._in_flight: deque[torch.cuda.Event] = deque()
         super().__init__(name, failure, delays)
 
-    def run(self, task: Callable[[], None], what: str) -> None:
+    def run(self, task: Callable[[], object], what: str) -> None:
         def issue() -> None:
             task()
             mark = torch.cuda.Event()
@@ -72,6 +72,7 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         self.name = f"cuda:{index}"
         self._limit = vram_limit_bytes
+        torch.cuda.init()  # the allocator's statistics exist only then
         if vram_limit_bytes is not None:
             total = torch.cuda.get_device_properties(index).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, vram_limit_bytes / total), index)
@@ -116,7 +117,7 @@ def page_locked(num_bytes: int) -> torch.Tensor:
     tensor = torch.frombuffer(holder, dtype=torch.uint8)
     if _PageLocking.refused:
         return tensor
-    runtime = torch.cuda.cudart()
+    runtime: Any = torch.cuda.cudart()
     code = runtime.cudaHostRegister(tensor.data_ptr(), num_bytes, 1)  # 1: portable, valid on all devices
     if int(code) == 0:
         # The finaliser holds the mapping, so that the pages are given back to the system only after this.

@@ -82,13 +82,13 @@ class Stream:
         self.name = name
         self._failure = failure
         self._pause = delays.of(name)
-        self._tasks: deque[tuple[Callable[[], None], str]] = deque()
+        self._tasks: deque[tuple[Callable[[], object], str]] = deque()
         self._ready = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
-    def run(self, task: Callable[[], None], what: str) -> None:
+    def run(self, task: Callable[[], object], what: str) -> None:
         """Queues ``task``; ``what`` names it in the report of a fault."""
         self._put(task, what)
 
@@ -113,7 +113,7 @@ class Stream:
     def _enter(self) -> Any:
         """Called once in the stream's thread; the result is kept while it runs."""
 
-    def _put(self, task: Callable[[], None], what: str) -> None:
+    def _put(self, task: Callable[[], object], what: str) -> None:
         with self._ready:
             assert not self._closing, f"stream {self.name} is closed"
             self._tasks.append((task, what))

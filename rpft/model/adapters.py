@@ -82,6 +82,7 @@ def initialise_lora(skeleton: Skeleton, store: HostStore, seed: int) -> None:
         for part, container in parts:
             for name, parameter in container.named_parameters():
                 store.write(f"{path}.{part}.{name}", parameter.detach())
+            container.to("meta")  # the store alone holds weights
 
 
 def save_lora(peft_model: Any, store: HostStore, folder: Path) -> None:

@@ -56,7 +56,7 @@ def read_config(folder: Path, trust_remote_code: bool) -> Any:
         raise UserError(f"model.path {folder}: no config.json in it; a Hugging Face checkpoint folder is needed")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (ValueError, OSError, KeyError) as error:
+    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{folder / 'config.json'}: {str(error).splitlines()[0]}") from error
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(f"model.path {folder}: the checkpoint is quantised; give one in bfloat16 or float32")
@@ -76,15 +76,16 @@ class Checkpoint:
         if index.is_file():
             try:
                 weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            except (ValueError, KeyError) as error:
+                shards = set(weight_map.values())
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(f"{index}: not a safetensors index ({error})") from error
-            missing = sorted({name for name in weight_map.values() if not (self.folder / name).is_file()})
+            missing = sorted(name for name in shards if not (self.folder / name).is_file())
             if missing:
                 raise UserError(
                     f"{index} names {len(missing)} file(s) that are not there: {', '.join(missing[:5])}."
                     " Download the checkpoint again, all shards of it."
                 )
-            files = {self.folder / name for name in weight_map.values()}
+            files = {self.folder / name for name in shards}
         elif single.is_file():
             files = {single}
         else:
@@ -143,17 +144,7 @@ def load_checkpoint(
     sources, unexpected = _plan_reads(checkpoint, skeleton, targets)
     loaded: set[str] = set()
     for done, read in enumerate(sources.values()):
-        for name, value in read().items():
-            if name not in targets:
-                continue
-            wanted = store.tensor(targets[name]).shape
-            if value.shape != wanted:
-                raise UserError(
-                    f"{checkpoint.folder}: tensor {name} has shape {list(value.shape)},"
-                    f" the config asks for {list(wanted)}"
-                )
-            store.write(targets[name], value)
-            loaded.add(name)
+        loaded.update(_store_tensors(checkpoint.folder, read, targets, store))
         progress(done + 1, len(sources))
     missing = sorted(n for n, name in targets.items() if n not in loaded and name not in buffers)
     if missing:
@@ -168,6 +159,24 @@ def load_checkpoint(
             type(skeleton.model).__name__,
             ", ".join(sorted(unexpected)[:5]),
         )
+
+
+def _store_tensors(
+    folder: Path, read: Callable[[], dict[str, torch.Tensor]], targets: dict[str, str], store: HostStore
+) -> list[str]:
+    """Stores what one read gives and returns the names stored; nothing of it is held afterwards."""
+    stored = []
+    for name, value in read().items():
+        if name not in targets:
+            continue
+        wanted = store.tensor(targets[name]).shape
+        if value.shape != wanted:
+            raise UserError(
+                f"{folder}: tensor {name} has shape {list(value.shape)}, the config asks for {list(wanted)}"
+            )
+        store.write(targets[name], value)
+        stored.append(name)
+    return stored
 
 
 def _plan_reads(
@@ -205,7 +214,15 @@ def _plan_reads(
         converter, parts = converted.pop(target)
         for key, pattern in sorted(parts, key=lambda part: _natural(part[0])):
             converter.add_tensor(target, key, pattern, lambda key=key: checkpoint.read(key))
-        made = converter.convert(target, model=model, config=model.config)
+        try:
+            made = converter.convert(target, model=model, config=model.config)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise UserError(
+                f"{checkpoint.folder}: {target} cannot be made of its {len(parts)} tensor(s) in the checkpoint,"
+                f" {parts[0][0]} ...: {str(error).splitlines()[0]}"
+            ) from error
+        if isinstance(made, tuple):  # transformers 5.0 gives (tensors, errors)
+            made = made[0]
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
     for target in converted:

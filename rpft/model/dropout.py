@@ -56,7 +56,7 @@ class _PlacedDropout(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.dropout:
             return self._dropout(*args, **kwargs)
-        if func is F.scaled_dot_product_attention and kwargs.get("dropout_p", 0.0) > 0.0:
+        if func is F.scaled_dot_product_attention and _dropout_p(*args, **kwargs) > 0.0:
             return self._attention(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -95,6 +95,13 @@ class _PlacedDropout(TorchFunctionMode):
                 scores = scores + attn_mask
         weights = torch.softmax(scores.float(), -1).to(query.dtype)
         return self._dropout(weights, dropout_p) @ value
+
+
+def _dropout_p(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any, **named: Any
+) -> float:
+    """The rate that a call of scaled dot product attention asks for, given by place or by name."""
+    return dropout_p
 
 
 @contextmanager

@@ -87,7 +87,7 @@ class HostStore:
         return layer.weights[offset : offset + spec.num_bytes].view(spec.dtype).view(spec.shape)
 
     def layer_weights(self, layer: int) -> dict[str, torch.Tensor]:
-        """Every tensor that the functions of ``layer`` use, borrowed ones included, as views of the host buffers."""
+        """Every tensor that the functions of ``layer`` use, borrowed ones too: views of the host buffers."""
         weights = {}
         layout = self.layers[layer].layout
         for b in layout.bindings:

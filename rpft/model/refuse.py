@@ -52,18 +52,19 @@ def refuse_side_inputs(model: nn.Module, args: Any, kwargs: Any) -> None:
 
     The embedding must have been a stub whose output requires a gradient, which shows in all that is made of it.
     """
-    if any(tensor.requires_grad for tensor in _tensors((args, kwargs))):
+    if any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
         raise UserError(
             f"{type(model).__name__} is not supported: its blocks are given embeddings beside the hidden state"
         )
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
         for part in value.values():
-            yield from _tensors(part)
+            yield from tensors_in(part)
     elif isinstance(value, list | tuple):
         for part in value:
-            yield from _tensors(part)
+            yield from tensors_in(part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -25,11 +26,15 @@ def save_model(
 ) -> None:
     """Writes config.json and the weights, in the working dtype and the family's usual names, into ``folder``.
 
-    A tied weight is written once, under its first name, as transformers does.
+    ``config`` is the checkpoint's, as read; its generation_config.json is copied as it is. A tied weight is
+    written once, under its first name, as transformers does.
     """
+    config = copy.deepcopy(config)
+    config.dtype = skeleton.model.dtype
     config.save_pretrained(folder)
-    if getattr(skeleton.model, "generation_config", None) is not None:
-        skeleton.model.generation_config.save_pretrained(folder)
+    generation = Path(config.name_or_path) / "generation_config.json"
+    if generation.is_file():
+        shutil.copyfile(generation, folder / generation.name)
     shards: list[tuple[Path, list[str]]] = []
     total = 0
     for tensors in _shards(_checkpoint_tensors(skeleton, store), shard_bytes):
@@ -94,8 +99,11 @@ def save_result(
 
 
 def _replace(fresh: Path, folder: Path) -> None:
+    umask = os.umask(0)
+    os.umask(umask)
     for path in fresh.rglob("*"):
         if path.is_file():
+            path.chmod(0o666 & ~umask)  # safetensors makes its files readable by their owner only
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     old = folder.with_name(folder.name + ".old")

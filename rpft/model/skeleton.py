@@ -7,6 +7,7 @@ Which parameters belong to which end is seen from the order in which their modul
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import nn
 
 from rpft.errors import UserError
 from rpft.model.refuse import refuse_encoder, refuse_settings, refuse_side_inputs
+
+logger = logging.getLogger(__name__)
 
 
 class StopForward(Exception):
@@ -58,16 +61,17 @@ class EmbeddingStub(nn.Module):
     def __init__(self, name: str, module: nn.Module, dtype: torch.dtype, calls: list[str] | None = None) -> None:
         super().__init__()
         self.name, self.calls, self.dtype = name, calls, dtype
+        self.is_embedding = hasattr(module, "embedding_dim")
         self.out_features = getattr(module, "embedding_dim", None) or getattr(module, "out_features", None)
-        self.looks_up = hasattr(module, "embedding_dim")
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.calls is not None:
             self.calls.append(self.name)
         if self.out_features is None:
             return x
-        leading = x.shape if self.looks_up else x.shape[:-1]
-        dtype = self.dtype if self.looks_up else x.dtype
+        looks_up = self.is_embedding or not x.is_floating_point()  # an adapter's wrapper is no embedding itself
+        leading = x.shape if looks_up else x.shape[:-1]
+        dtype = self.dtype if looks_up else x.dtype
         zero = torch.zeros(1, dtype=dtype, device=x.device, requires_grad=self.calls is not None)
         return zero.expand(*leading, self.out_features)
 
@@ -126,7 +130,16 @@ def build_model(config: Any, dtype: torch.dtype, attention: str) -> Any:
 
     refuse_settings(config)
     config.use_cache = False
-    kwargs = {} if attention == "auto" else {"attn_implementation": attention}
+    config.return_dict = True
+    text_config = config.get_text_config()
+    for extra in ("output_hidden_states", "output_attentions", "output_router_logits"):
+        if getattr(text_config, extra, False):
+            logger.warning("%s = true in config.json is not followed: the loss is cross-entropy alone", extra)
+            setattr(text_config, extra, False)
+    wanted = attention
+    if attention == "auto" and getattr(text_config, "attn_logit_softcapping", None):
+        wanted = "eager"  # sdpa has no soft-capping, and some versions of transformers choose it all the same
+    kwargs = {} if wanted == "auto" else {"attn_implementation": wanted}
     try:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, **kwargs)

@@ -17,7 +17,7 @@ from rpft.engine.controller import Update
 from rpft.engine.failure import POLL_SECONDS, Cancelled, EngineError, Failure
 from rpft.engine.streams import Delays, Event
 from rpft.model.host_store import HostStore
-from rpft.model.layout import Piece
+from rpft.model.layout import ALIGNMENT_ELEMENTS, Piece
 from rpft.optim.adamw import AdamW
 from rpft.optim.schedule import Schedule
 
@@ -160,8 +160,9 @@ class HostOptimizer:
                 (piece, layer.gradient[piece.region_offset : piece.region_offset + piece.length])
                 for piece in layer.layout.borrowed_gradients
             ]
-            own = layer.gradient[: layer.layout.num_trained]
-            square += float(torch.linalg.vector_norm(own)) ** 2
+            # Row by row: one float32 norm over a large layer is off by 1e-2, its running sum being far too coarse.
+            rows = layer.gradient[: layer.layout.num_trained].view(-1, ALIGNMENT_ELEMENTS)
+            square += float(torch.linalg.vector_norm(rows, dim=1).double().square().sum())
         return math.sqrt(square)
 
     def _clip_coefficient(self, norm: float) -> float:

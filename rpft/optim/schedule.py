@@ -12,8 +12,8 @@ class Schedule:
     """The learning rate of step 1..num_steps.
 
     Warm-up rises linearly and reaches the peak at its last step. Then, over the remaining steps: ``constant``
-    stays; ``linear`` and ``cosine`` fall to ``min_ratio`` of the peak at the last step; ``wsd`` stays and falls
-    linearly over the last ``decay_ratio`` of all steps.
+    stays; ``linear`` and ``cosine`` fall towards ``min_ratio`` of the peak, which the step after the last would
+    have, so that no step is spent at zero; ``wsd`` stays and falls linearly over the last ``decay_ratio`` of all.
     """
 
     name: str
@@ -34,10 +34,10 @@ class Schedule:
         return self.peak * _SHAPES[self.name](self, step)
 
     def fall(self, step: int, start: int, shape: Callable[[float], float]) -> float:
-        """1 up to ``start``, ``min_ratio`` at the last step, ``shape`` in between."""
+        """1 up to ``start``, ``min_ratio`` one step after the last, ``shape`` in between."""
         if step <= start:
             return 1.0
-        share = min(1.0, (step - start) / (self.num_steps - start))
+        share = (step - start) / (self.num_steps + 1 - start)
         return self.min_ratio + (1.0 - self.min_ratio) * shape(share)
 
 

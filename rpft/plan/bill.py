@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,4 +107,15 @@ def refuse_unless_fits(bill: Bill, ram_bytes: int, vram_bytes: int | None) -> No
             f"this run needs {gib(bill.device)} of memory on each GPU and may take {gib(vram_bytes)} ({parts})."
             " Less is needed with engine.recompute=layer, a smaller train.micro_batch_size or"
             " data.max_seq_len; engine.vram_limit raises what it may take"
+        )
+
+
+def refuse_unless_stored(bill: Bill, output_dir: Path) -> None:
+    """Raises UserError when the disk of ``output_dir``, which need not exist, is too full for what is saved."""
+    folder = next(path for path in (output_dir.absolute(), *output_dir.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(folder).free
+    if bill.disk > free:
+        raise UserError(
+            f"output_dir {output_dir}: the result and one checkpoint take {gib(bill.disk)}, and {gib(free)} are"
+            " free on that disk; make room, or give another output_dir"
         )

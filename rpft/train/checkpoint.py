@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 CHECKPOINT_VERSION = 1
 _FOLDER = "checkpoints"
 _NAME = re.compile(r"step-(\d{8})$")
+_PARTIAL = ".partial"
 _STATE = "state.json"
 
 
@@ -48,14 +50,14 @@ class TrainState:
 class CheckpointFolder:
     """The checkpoints of one output directory."""
 
-    def __init__(self, output_dir: Path, keep_last: int) -> None:
+    def __init__(self, output_dir: Path, keep_last: int, keep_best: bool) -> None:
         self.path = output_dir / _FOLDER
-        self.keep_last = keep_last
+        self.keep_last, self.keep_best = keep_last, keep_best
 
     def save(self, state: TrainState, store: HostStore) -> Path:
         """Writes a checkpoint of a store at rest; older ones beyond ``keep_last`` go when the new one is whole."""
-        final = self.path / f"step-{state.step:08d}"
-        fresh = final.with_name(final.name + ".partial")
+        final = self.path / _name(state.step)
+        fresh = final.with_name(final.name + _PARTIAL)
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
         sizes = {}
@@ -80,8 +82,13 @@ class CheckpointFolder:
         return final
 
     def _prune(self, state: TrainState) -> None:
-        for path in self.all()[: -self.keep_last]:
-            if path.name != f"step-{state.best_step or 0:08d}":
+        """Leaves the last whole ones up to ``state``, the best, and those that a resumed run has not reached."""
+        reached = [path for path in self.all() if path.name <= _name(state.step)]
+        kept = [path.name for path in reached if _fault(path) is None][-self.keep_last :]
+        if self.keep_best and state.best_step is not None:
+            kept.append(_name(state.best_step))
+        for path in [*reached, *self.path.glob("*" + _PARTIAL)]:
+            if path.name not in kept:
                 shutil.rmtree(path)
 
     def all(self) -> list[Path]:
@@ -92,12 +99,18 @@ class CheckpointFolder:
 
     def newest(self) -> Path:
         """The newest whole checkpoint; a torn one is named and passed over. UserError when there is none."""
+        for path in sorted(self.path.glob("*" + _PARTIAL)):
+            logger.warning("checkpoint %s was not finished; passing it over", path)
         for path in reversed(self.all()):
             fault = _fault(path)
             if fault is None:
                 return path
             logger.warning("checkpoint %s is not whole (%s); going back to the one before", path, fault)
         raise UserError(f"no whole checkpoint in {self.path} to resume from; leave out --resume to start anew")
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def _sync(path: Path) -> None:
@@ -129,14 +142,28 @@ def read_state(path: Path) -> TrainState:
     return TrainState(**data)
 
 
-def restore(path: Path, state: TrainState, run: dict[str, Any], store: HostStore) -> None:
-    """Fills masters, moments and working weights of ``store``; UserError when the run is another one."""
-    differing = [key for key in sorted(run.keys() | state.run.keys()) if run.get(key) != state.run.get(key)]
+def refuse_another_run(path: Path, state: TrainState, run: dict[str, Any]) -> None:
+    """UserError naming each key of ``run`` (see ``run_identity``) that differs from the checkpoint's."""
+    before, now = dict(_flat(state.run)), dict(_flat(run))
+    differing = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     if differing:
-        lines = "; ".join(
-            f"{key}: {state.run.get(key)} in the checkpoint, {run.get(key)} now" for key in differing
+        lines = "; ".join(f"{key} was {before.get(key)} and is {now.get(key)}" for key in differing)
+        raise UserError(
+            f"{path} is of another run than the recipe now describes: {lines}. Change it back to go on with that"
+            " run, or start this one in another output_dir"
         )
-        raise UserError(f"{path}: the recipe has changed in a way that makes it another run ({lines})")
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def restore(path: Path, store: HostStore) -> None:
+    """Fills masters, moments and working weights of ``store``."""
     for layer in store.layers:
         if layer.layout.num_trained:
             file = path / f"layer-{layer.layout.layer:05d}.safetensors"

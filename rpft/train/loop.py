@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,11 @@ from rpft.model.adapters import initialise_lora
 from rpft.model.checkpoint import load_checkpoint
 from rpft.model.host_store import HostStore
 from rpft.model.save import save_result
+from rpft.model.verify import verify_head
 from rpft.optim.adamw import AdamW
 from rpft.optim.host_optimizer import HostOptimizer
 from rpft.optim.schedule import Schedule
-from rpft.train.checkpoint import CheckpointFolder, TrainState, read_state, restore
+from rpft.train.checkpoint import CheckpointFolder, TrainState, read_state, refuse_another_run, restore
 from rpft.train.metrics import EvalRecord, MetricsFile, StepRecord
 from rpft.train.prepare import Prepared
 from rpft.train.reporter import Reporter
@@ -72,7 +73,7 @@ def run_identity(prepared: Prepared) -> dict[str, Any]:
     """What decides the numbers of a run; workers, plan and logging do not."""
     recipe, order = prepared.recipe, prepared.data.order
     return {
-        "model": {"path": recipe.model.path, "dtype": recipe.model.dtype},
+        "model": recipe.model.model_dump(mode="json", exclude={"trust_remote_code"}),
         "adapter": recipe.adapter.model_dump(mode="json") if recipe.adapter else None,
         "train": recipe.train.model_dump(mode="json", exclude={"eval_every", "resume_from_checkpoint"}),
         "optimizer": recipe.optimizer.model_dump(mode="json"),
@@ -96,7 +97,7 @@ class Trainer:
         self._delayed = recipe.optimizer.update == "delayed"
         self.output_dir = Path(recipe.output_dir)
         self._metrics = MetricsFile(self.output_dir)
-        self._checkpoints = CheckpointFolder(self.output_dir, recipe.checkpoint.keep_last)
+        self._checkpoints = _checkpoints(prepared)
         self._run = run_identity(prepared)
         self._state = TrainState(0, 0, 0, None, None, self._run)
         self._failure = Failure()
@@ -118,8 +119,9 @@ class Trainer:
         seed = self._recipe.train.seed
         if self._prepared.peft_model is not None:
             initialise_lora(self._prepared.skeleton, self._store, seed)
+        verify_head(self._prepared.skeleton, self._store, self._prepared.dtype)
         if resume_from is not None:
-            restore(resume_from, self._state, self._run, self._store)
+            restore(resume_from, self._store)
             self._metrics.keep_until(self._state.step)
         delays = Delays(self._recipe.engine.inject_delays)
         self._optimizer = self._make_optimizer(delays)
@@ -136,12 +138,15 @@ class Trainer:
             failure=self._failure,
             delays=delays,
         )
-        try:
-            with self._signals():
+        with self._signals():
+            try:
                 self._train()
-        finally:
-            self._close()
-        return self._save_result()
+            except BaseException as error:
+                self._failure.set(error)  # what is queued is not worth waiting for
+                raise
+            finally:
+                self._close()
+            return self._save_result()
 
     def _make_optimizer(self, delays: Delays) -> HostOptimizer:
         train, settings = self._recipe.train, self._recipe.optimizer
@@ -171,8 +176,8 @@ class Trainer:
         first = self._state.step + 1
         self._reporter.begin(first, self._num_steps)
         self._last_save = time.monotonic()
-        if self._eval_batches and not self._metrics.has_evaluation(self._state.step):
-            self._evaluate(self._state.step)
+        if self._eval_batches and first == 1:
+            self._evaluate(0)
         self._mark = time.monotonic()
         for step in range(first, self._num_steps + 1):
             batches = self._data.step(step)
@@ -277,8 +282,8 @@ class Trainer:
         return path
 
     def _save_result(self) -> Path:
-        folder = self.output_dir / ("model" if self._prepared.peft_model is None else "adapter")
         prepared = self._prepared
+        folder = _result_folder(prepared)
         save_result(
             folder, prepared.skeleton, self._store, prepared.config, self._data.tokenizer, prepared.peft_model
         )
@@ -300,7 +305,8 @@ class Trainer:
             self._stop_asked.set()
             for n in numbers:
                 signal.signal(n, signal.default_int_handler)
-            self._reporter.say("stopping after this step, to save; once more to stop at once without saving")
+            with suppress(RuntimeError):  # printing is not reentrant, and the signal may have come inside of it
+                self._reporter.say("stopping after this step, to save; once more to stop at once without saving")
 
         for number in numbers:
             signal.signal(number, ask)
@@ -317,18 +323,33 @@ class Trainer:
         self._optimizer.join(5.0)
 
 
+def _checkpoints(prepared: Prepared) -> CheckpointFolder:
+    settings = prepared.recipe.checkpoint
+    return CheckpointFolder(Path(prepared.recipe.output_dir), settings.keep_last, settings.keep_best)
+
+
+def _result_folder(prepared: Prepared) -> Path:
+    return Path(prepared.recipe.output_dir) / ("model" if prepared.peft_model is None else "adapter")
+
+
 def find_checkpoint(prepared: Prepared, wanted: bool | str) -> Path | None:
     """The checkpoint to resume from: ``True`` the newest, a path that one, ``False`` none.
 
-    A run that starts anew in an output directory which holds one already is refused, so that nothing is lost.
+    Refused are a checkpoint of another run, and a new run in a directory which holds one already, so that nothing
+    is lost.
     """
     output_dir = Path(prepared.recipe.output_dir)
-    if wanted is True:
-        return CheckpointFolder(output_dir, prepared.recipe.checkpoint.keep_last).newest()
     if wanted:
-        return Path(wanted)
+        path = _checkpoints(prepared).newest() if wanted is True else Path(wanted)
+        refuse_another_run(path, read_state(path), run_identity(prepared))
+        return path
     if MetricsFile(output_dir).path.exists():
         raise UserError(
             f"output_dir {output_dir} already holds a run: give --resume to go on with it, or another output_dir"
+        )
+    result = _result_folder(prepared)
+    if result.exists():
+        raise UserError(
+            f"output_dir {output_dir} holds {result.name}/, which the result would replace: give another"
         )
     return None

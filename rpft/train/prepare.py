@@ -16,12 +16,20 @@ from rpft.model.functions import HEAD_CHUNK_TOKENS
 from rpft.model.layers import build_layers
 from rpft.model.layout import LayerLayout
 from rpft.model.skeleton import Skeleton, build_model, cut
-from rpft.plan.bill import Bill, ModelShape, available_host_bytes, make_bill, refuse_unless_fits
+from rpft.model.verify import verify_packing
+from rpft.plan.bill import (
+    Bill,
+    ModelShape,
+    available_host_bytes,
+    make_bill,
+    refuse_unless_fits,
+    refuse_unless_stored,
+)
 from rpft.plan.costs import layer_costs
 from rpft.plan.partition import balanced_plan, choose_num_microbatches
 from rpft.plan.plan import Plan, read_plan
 from rpft.recipe.schema import Recipe
-from rpft.train.rows import RunData, load_data
+from rpft.train.rows import PAD_TO_MULTIPLE, RunData, load_data
 
 
 @dataclass
@@ -54,10 +62,12 @@ def prepare(recipe: Recipe) -> Prepared:
     if positions is not None and data.longest > positions:
         raise UserError(
             f"the longest row has {data.longest} tokens with padding, the model has {positions} positions;"
-            f" set data.max_seq_len to at most {positions}"
+            f" set data.max_seq_len to at most {positions - positions % PAD_TO_MULTIPLE}"
         )
     model_config = read_config(folder, recipe.model.trust_remote_code)  # building changes it
     skeleton = cut(build_model(model_config, dtype, recipe.model.attention))
+    if recipe.data.packing:
+        verify_packing(skeleton, dtype)
     peft_model = None
     if recipe.adapter is not None:
         adapter = recipe.adapter
@@ -85,7 +95,7 @@ def _plan(
     intermediate = getattr(text, "intermediate_size", None) or 4 * hidden
     shape = ModelShape(hidden, intermediate, text.vocab_size, dtype.itemsize)
     max_tokens = recipe.train.micro_batch_size * longest
-    vram = min((d.memory_bytes() for d in devices if d.memory_bytes() is not None), default=None)
+    vram = min((b for b in (device.memory_bytes() for device in devices) if b is not None), default=None)
     ram = settings.ram_limit or available_host_bytes()
 
     def bill(plan: Plan) -> Bill:
@@ -93,7 +103,10 @@ def _plan(
 
     if settings.plan is not None:
         plan = read_plan(Path(settings.plan))
-        plan.check(len(layouts))
+        try:
+            plan.check(len(layouts))
+        except UserError as error:
+            raise UserError(f"engine.plan {settings.plan} does not fit {recipe.model.path}: {error}") from None
     else:
         accumulation = recipe.train.gradient_accumulation_steps
         size = settings.num_microbatches or choose_num_microbatches(accumulation)
@@ -115,6 +128,7 @@ def _plan(
         )
         assert plan is not None
     refuse_unless_fits(bill(plan), ram, vram)
+    refuse_unless_stored(bill(plan), Path(recipe.output_dir))
     return plan, bill(plan)
 
 

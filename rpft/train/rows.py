@@ -15,7 +15,7 @@ from rpft.data.sources import Source
 from rpft.errors import UserError
 from rpft.recipe.schema import Recipe
 
-_PAD_TO_MULTIPLE = 8
+PAD_TO_MULTIPLE = 8
 """Sequences are padded to a multiple of this: few distinct shapes, which kernels and caches like."""
 
 
@@ -37,14 +37,14 @@ class RunData:
     def step(self, step: int) -> list[Microbatch]:
         """The microbatches of ``step``, counted from 1."""
         groups = [self.items[index] for index in self.order.items(step - 1)]
-        return make_microbatches(self.train, groups, self.micro_batch_size, self.pad_id, _PAD_TO_MULTIPLE)
+        return make_microbatches(self.train, groups, self.micro_batch_size, self.pad_id, PAD_TO_MULTIPLE)
 
     def evaluation(self) -> list[Microbatch]:
         """All evaluation rows, shortest first, so that little is padded."""
         data = self.eval
         assert data is not None
         groups = [(i,) for i in sorted(range(len(data.rows)), key=lambda i: len(data.rows[i].ids))]
-        return make_microbatches(data, groups, self.micro_batch_size, self.pad_id, _PAD_TO_MULTIPLE)
+        return make_microbatches(data, groups, self.micro_batch_size, self.pad_id, PAD_TO_MULTIPLE)
 
 
 def load_data(recipe: Recipe, folder: Path) -> RunData:
@@ -54,7 +54,11 @@ def load_data(recipe: Recipe, folder: Path) -> RunData:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=recipe.model.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"model.path {folder}: no tokenizer that transformers can load ({error})") from error
+        said = str(error).splitlines()[0]
+        raise UserError(
+            f"model.path {folder}: no tokenizer that transformers can load ({type(error).__name__}: {said});"
+            " tokenizer.json and tokenizer_config.json belong beside the weights"
+        ) from error
     spec = recipe.data
     template = None
     if spec.chat_template is not None:
@@ -82,7 +86,7 @@ def load_data(recipe: Recipe, folder: Path) -> RunData:
     pad_id = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
     lines = [sum(len(train.rows[i].ids) for i in group) for group in items]
     lines += [len(row.ids) for row in held_out.rows] if held_out else []
-    longest = -(-max(lines) // _PAD_TO_MULTIPLE) * _PAD_TO_MULTIPLE
+    longest = -(-max(lines) // PAD_TO_MULTIPLE) * PAD_TO_MULTIPLE
     return RunData(tokenizer, train, held_out, items, order, settings_train.micro_batch_size, pad_id, longest)
 
 

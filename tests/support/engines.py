@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,23 +55,47 @@ class Outcome:
     """What a run leaves behind, comparable bit for bit."""
 
     results: list[UpdateResult]
-    eval_loss_sum: float
+    eval_loss_sums: list[float]
+    """Of the evaluations on the way, then of the one at the end."""
     store: HostStore
+    boundary_buffers: int
 
     @property
     def numbers(self) -> list[tuple[float, float]]:
+        """(loss sum, gradient norm) of each step."""
         return [(r.loss_sum, r.grad_norm) for r in self.results]
 
-    def same_as(self, other: Outcome) -> bool:
-        """Losses, norms, evaluation and every byte of the weights."""
-        return (
-            self.numbers == other.numbers
-            and self.eval_loss_sum == other.eval_loss_sum
-            and all(
-                torch.equal(a.weights, b.weights)
-                for a, b in zip(self.store.layers, other.store.layers, strict=True)
-            )
-        )
+    def differences(self, other: Outcome) -> list[str]:
+        """What differs in losses, norms, evaluations, or any byte of weights, masters and moments."""
+        found = []
+        for mine, theirs in zip(self.results, other.results, strict=True):
+            if mine != theirs:
+                found.append(f"{mine} != {theirs}")
+        if self.eval_loss_sums != other.eval_loss_sums:
+            found.append(f"evaluation {self.eval_loss_sums} != {other.eval_loss_sums}")
+        for a, b in zip(self.store.layers, other.store.layers, strict=True):
+            for kind in ("weights", "master", "exp_avg", "exp_avg_sq"):
+                if not torch.equal(getattr(a, kind), getattr(b, kind)):
+                    found.append(f"{kind} of layer {a.layout.layer}")
+        return found
+
+
+def random_plan(rng: random.Random, num_layers: int, num_microbatches: int) -> Plan:
+    """Any legal plan: the fused stage from the head alone to the whole model, both partitions cut anywhere."""
+    head = num_layers - 1
+    fused_first = rng.randint(0, head)
+
+    def cuts() -> list[Stage]:
+        often = rng.random()
+        starts = [i for i in range(fused_first) if i == 0 or rng.random() < often]
+        return [Stage(a, b - 1) for a, b in zip(starts, [*starts[1:], fused_first], strict=False)]
+
+    return Plan(
+        tuple(cuts()),
+        (Stage(fused_first, head), *reversed(cuts())),
+        num_microbatches,
+        rng.choice(["stage", "layer"]),
+    )
 
 
 def run_engine(
@@ -86,29 +111,31 @@ def run_engine(
     dtype: torch.dtype = torch.float32,
     max_grad_norm: float | None = 1.0,
     learning_rate: float = 1e-2,
-    weight_decay: float = 0.1,
+    algorithm: AdamW = AdamW(weight_decay=0.1),
     seed: int = 3,
     make_device: Callable[[int], Device] = CpuDevice,
     batches_of: Callable[[int], list[HostBatch]] | None = None,
     before_run: Callable[[Engine, HostOptimizer], Any] | None = None,
+    evaluate_every: int = 0,
 ) -> Outcome:
     """Trains the checkpoint in ``folder`` for ``steps`` steps; raises the engine's fault, if any."""
     config = read_config(folder, trust_remote_code=False)
     skeleton = cut(build_model(config, dtype, "auto"))
     if lora is not None:
         inject_lora(skeleton, lora, str(folder))
-    store = HostStore(build_layers(skeleton, dtype))
+    devices = [make_device(i) for i in range(workers)]
+    store = HostStore(build_layers(skeleton, dtype), devices[0].allocate_host)
     load_checkpoint(Checkpoint(folder), skeleton, store)
     if lora is not None:
         initialise_lora(skeleton, store, seed)
     failure, delays = Failure(), Delays(delays_seed)
     schedule = Schedule("constant", learning_rate, steps)
-    optimizer = HostOptimizer(store, AdamW(weight_decay=weight_decay), schedule, max_grad_norm, failure, delays)
+    optimizer = HostOptimizer(store, algorithm, schedule, max_grad_norm, failure, delays)
     engine = Engine(
         skeleton,
         store,
         plan,
-        [make_device(i) for i in range(workers)],
+        devices,
         dtype=dtype,
         max_tokens=2 * SEQUENCE,
         seed=seed,
@@ -118,18 +145,21 @@ def run_engine(
         delays=delays,
     )
     batches_of = batches_of or (lambda step: random_batches(microbatches, step))
+    evaluations: list[float] = []
     try:
         if before_run is not None:
             before_run(engine, optimizer)
         for step in range(1, steps + 1):
             engine.submit_step(step, batches_of(step))
+            if evaluate_every and step % evaluate_every == 0:
+                evaluations.append(engine.evaluate(random_batches(3, seed=99)))
         engine.flush()
         results = [optimizer.wait(step) for step in range(1, steps + 1)]
-        loss = engine.evaluate(random_batches(3, seed=99))
+        evaluations.append(engine.evaluate(random_batches(3, seed=99)))
     finally:
         still_running = engine.close()
         optimizer.close()
         ended = optimizer.join(5.0)
     assert not still_running, still_running
     assert ended
-    return Outcome(results, loss, store)
+    return Outcome(results, evaluations, store, engine.boundary_buffers)

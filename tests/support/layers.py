@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from support.models import Loaded
 
 from rpft.model.functions import DeviceBatch, LayerFunctions
 from rpft.model.host_store import HostStore
+from support.models import Loaded
 
 
-def batch_of(ids: torch.Tensor, skip: int = 0) -> DeviceBatch:
+def batch_of(ids: torch.Tensor, skip: int = 0, positions: torch.Tensor | None = None) -> DeviceBatch:
     """A microbatch of ``ids`` [rows, sequence] that trains every next token after the first ``skip``."""
     targets = torch.full_like(ids, -100)
     targets[:, skip:-1] = ids[:, skip + 1 :]
     at = (targets.flatten() >= 0).nonzero().flatten()
-    return DeviceBatch(ids, None, at, targets.flatten()[at])
+    return DeviceBatch(ids, positions, at, targets.flatten()[at])
 
 
 def random_ids(rows: int = 2, sequence: int = 16, seed: int = 0) -> torch.Tensor:
@@ -31,9 +31,9 @@ def functions_of(loaded: Loaded, dtype: torch.dtype = torch.float32, train: bool
     return functions
 
 
-def logits_of(loaded: Loaded, ids: torch.Tensor) -> torch.Tensor:
+def logits_of(loaded: Loaded, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
     """Logits [rows, sequence, vocabulary] of the model in the host store."""
-    functions, batch, hidden = functions_of(loaded), batch_of(ids), None
+    functions, batch, hidden = functions_of(loaded), batch_of(ids, positions=positions), None
     last = len(loaded.store.layers) - 1
     with torch.no_grad():
         for layer in range(last):
@@ -79,6 +79,8 @@ def forward_and_backward(
         if hidden is not None:
             hidden = hidden.detach().requires_grad_()
             wanted.append(hidden)
+        if not wanted:  # the embedding of an adapter
+            break
         output = functions.forward(layer, hidden, weights, batch, key)
         grads = list(torch.autograd.grad(output, wanted, grad, allow_unused=True))
         if hidden is not None:
@@ -90,7 +92,8 @@ def forward_and_backward(
 def _leaves(store: HostStore, layer: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     trained = {b.name for b in store.layers[layer].layout.bindings if b.grad_offset is not None}
     weights = {
-        name: weight.detach().requires_grad_(name in trained) for name, weight in store.layer_weights(layer).items()
+        name: weight.detach().requires_grad_(name in trained)
+        for name, weight in store.layer_weights(layer).items()
     }
     return weights, {name: weight for name, weight in weights.items() if name in trained}
 

@@ -1,0 +1,130 @@
+"""The promise above all: workers, partitions, recompute, M and timing change nothing, bit for bit.
+
+A failing case replays from its own name: the seed decides the plan, the number of workers and every delay.
+"""
+
+import random
+
+import pytest
+import torch
+from support.engines import plan_of, random_plan, run_engine
+
+from rpft.model.adapters import LoraSettings
+
+MICROBATCHES = 5
+LAYERS = 6
+PLAIN = plan_of([(0, 4)], [(5, 5), (0, 4)], MICROBATCHES, "stage")
+LORA = LoraSettings(r=4, alpha=8.0, dropout=0.2, target_modules="all-linear")
+
+RUNS = {
+    "llama": ("llama", {}),
+    "llama delayed": ("llama", {"update_lag": 1}),
+    "llama LoRA with dropout": ("llama", {"lora": LORA}),
+    "llama LoRA with dropout, bf16": ("llama", {"lora": LORA, "dtype": torch.bfloat16}),
+    "qwen3, tied": ("qwen3", {}),
+    "qwen3, tied, bf16": ("qwen3", {"dtype": torch.bfloat16}),
+    "qwen3, tied, bf16, delayed": ("qwen3", {"dtype": torch.bfloat16, "update_lag": 1}),
+    "gpt2 with dropout": ("gpt2", {}),
+    "gpt_neox": ("gpt_neox", {"max_grad_norm": None}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "gemma2 LoRA on some blocks": (
+        "gemma2",
+        {"lora": LoraSettings(4, 8.0, 0.2, r".*layers\.(1|2)\..*(q_proj|down_proj)")},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    """expected(name) -> the outcome of RUNS[name] on one worker, with the simplest plan and no delays."""
+    known = {}
+
+    def of(name):
+        if name not in known:
+            family, settings = RUNS[name]
+            known[name] = run_engine(checkpoint(family), PLAIN, microbatches=MICROBATCHES, **settings)
+            assert not any(result.skipped for result in known[name].results)
+        return known[name]
+
+    return of
+
+
+def check_random_run(name, seed, expected, checkpoint):
+    rng = random.Random(f"{name} {seed}")
+    workers = rng.choice([1, 2, 3, 5])
+    plan = random_plan(rng, LAYERS, rng.randint(1, workers + 2))
+    print(f"{workers} workers, {plan}")
+    family, settings = RUNS[name]
+    outcome = run_engine(
+        checkpoint(family), plan, workers, microbatches=MICROBATCHES, delays_seed=seed, **settings
+    )
+    assert outcome.differences(expected(name)) == []
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", RUNS)
+def test_any_plan_on_any_workers_with_any_timing_gives_the_same_bits(name, seed, expected, checkpoint):
+    check_random_run(name, seed, expected, checkpoint)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 130))
+@pytest.mark.parametrize("name", RUNS)
+def test_many_more_plans_and_timings_give_the_same_bits(name, seed, expected, checkpoint):
+    check_random_run(name, seed, expected, checkpoint)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+@pytest.mark.parametrize("recompute", ["stage", "layer"])
+def test_more_workers_than_slots_or_fewer_give_the_same_bits(workers, recompute, expected, checkpoint):
+    plan = plan_of([(0, 0), (1, 2)], [(3, 5), (0, 2)], 3, recompute)
+    name = "gpt2 with dropout"
+    outcome = run_engine(checkpoint("gpt2"), plan, workers, microbatches=MICROBATCHES, delays_seed=workers)
+    assert outcome.differences(expected(name)) == []
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 4, 5])
+def test_any_m_gives_the_same_bits_with_a_short_last_round_too(num_microbatches, expected, checkpoint):
+    plan = plan_of([(0, 2), (3, 4)], [(5, 5), (2, 4), (0, 1)], num_microbatches, "stage")
+    outcome = run_engine(checkpoint("qwen3"), plan, 3, microbatches=MICROBATCHES, delays_seed=num_microbatches)
+    assert outcome.differences(expected("qwen3, tied")) == []
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3, tied, bf16"])
+def test_the_split_of_a_step_into_rounds_changes_no_bit(name, checkpoint):
+    family, settings = RUNS[name]
+    outcomes = [
+        run_engine(
+            checkpoint(family),
+            plan_of([(0, 4)], [(5, 5), (2, 4), (0, 1)], m, "stage"),
+            2,
+            microbatches=12,
+            steps=2,
+            **settings,
+        )
+        for m in (1, 3, 12)
+    ]
+    assert outcomes[0].differences(outcomes[1]) == []
+    assert outcomes[0].differences(outcomes[2]) == []
+
+
+@pytest.mark.parametrize("name", ["llama", "llama delayed", "gpt2 with dropout"])
+def test_an_evaluation_between_steps_changes_no_step_and_is_the_same_on_any_workers(name, expected, checkpoint):
+    family, settings = RUNS[name]
+    plans = (PLAIN, plan_of([(0, 1), (2, 3)], [(4, 5), (1, 3), (0, 0)], 2, "layer"))
+    one, three = (
+        run_engine(
+            checkpoint(family), plan, n, microbatches=MICROBATCHES, evaluate_every=1, delays_seed=n, **settings
+        )
+        for n, plan in zip((1, 3), plans, strict=True)
+    )
+    assert three.differences(one) == []
+    assert one.results == expected(name).results
+    assert one.eval_loss_sums[-1] == expected(name).eval_loss_sums[-1]
+
+
+def test_dropout_is_drawn_from_the_seed_in_training_and_off_in_evaluation(checkpoint):
+    """Else the cases above would hold without any dropout."""
+    one, other = (run_engine(checkpoint("gpt2"), PLAIN, steps=1, seed=s, learning_rate=0.0) for s in (3, 4))
+    assert one.numbers != other.numbers
+    assert one.eval_loss_sums == other.eval_loss_sums

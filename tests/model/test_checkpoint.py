@@ -1,0 +1,239 @@
+"""A checkpoint is read whole, a tensor at a time, into the store; what is wrong with it is said by name."""
+
+from __future__ import annotations
+
+import json
+import logging
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.models import FAMILIES, load, skeleton_of, tiny_checkpoint, tiny_model
+
+from rpft.errors import UserError
+from rpft.model.checkpoint import Checkpoint, load_checkpoint, read_config, resolve_checkpoint
+from rpft.model.host_store import HostStore
+from rpft.model.layers import build_layers
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def change_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Rewrites the one file of ``folder`` with tensors replaced, added, or (None) left out."""
+    tensors: dict[str, Any] = {**load_file(folder / SINGLE), **changes}
+    save_file({n: t for n, t in tensors.items() if t is not None}, folder / SINGLE, {"format": "pt"})
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tensor_of_the_store_is_the_model_s(family: str, tmp_path: Path) -> None:
+    state = tiny_checkpoint(tmp_path, family).state_dict()
+    store = load(tmp_path).store
+    assert set(store.names()) <= set(state)
+    for name in store.names():
+        assert torch.equal(store.tensor(name), state[name]), name
+
+
+def test_shards_are_read_as_one_file_is(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_moe")
+    model.save_pretrained(tmp_path / "one")
+    model.save_pretrained(tmp_path / "many", max_shard_size="100KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
+    one, many = load(tmp_path / "one").store, load(tmp_path / "many").store
+    assert all(torch.equal(a.weights, b.weights) for a, b in zip(one.layers, many.layers, strict=True))
+
+
+def test_a_bf16_store_keeps_the_unrounded_value_of_an_fp32_file_as_master(tmp_path: Path) -> None:
+    state = tiny_checkpoint(tmp_path, "qwen3").state_dict()
+    store = load(tmp_path, torch.bfloat16).store
+    for name in store.names():
+        assert store.tensor(name).dtype == torch.bfloat16
+        assert torch.equal(store.tensor(name), state[name].bfloat16()), name
+        assert torch.equal(store.trained_view(name, "master"), state[name]), name
+    embedding = "model.embed_tokens.weight"
+    assert not torch.equal(store.tensor(embedding).float(), state[embedding])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_base_model_s_file_without_the_head_s_prefix_loads(family: str, tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path, family, tie_word_embeddings=True)
+    tensors = load_file(tmp_path / SINGLE)
+    prefix = model.base_model_prefix + "."
+    (tmp_path / SINGLE).unlink()
+    save_file({n.removeprefix(prefix): t for n, t in tensors.items()}, tmp_path / SINGLE, {"format": "pt"})
+    state, store = model.state_dict(), load(tmp_path).store
+    assert all(torch.equal(store.tensor(name), state[name]) for name in store.names())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_loading_holds_one_tensor_beside_the_store(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_checkpoint(tmp_path, family)
+    assert most_held_at_once(tmp_path, monkeypatch) == 1
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_loading_fused_experts_holds_the_parts_of_one_tensor(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_checkpoint(tmp_path, family)
+    assert most_held_at_once(tmp_path, monkeypatch) <= 4 * 2  # experts x (gate, up)
+
+
+def most_held_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The most tensors read from files that were alive at any time of loading."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+    read = Checkpoint.read
+
+    def watched(self: Checkpoint, name: str) -> torch.Tensor:
+        nonlocal most
+        tensor = read(self, name)
+        alive.append(weakref.ref(tensor))
+        most = max(most, sum(ref() is not None for ref in alive))
+        return tensor
+
+    monkeypatch.setattr(Checkpoint, "read", watched)
+    load(folder)
+    assert alive
+    return most
+
+
+def test_progress_counts_up_to_all(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path, "mixtral")
+    skeleton = skeleton_of(tmp_path)
+    store = HostStore(build_layers(skeleton, torch.float32))
+    told: list[tuple[int, int]] = []
+    load_checkpoint(Checkpoint(tmp_path), skeleton, store, lambda done, total: told.append((done, total)))
+    assert [done for done, _ in told] == list(range(1, len(told) + 1))
+    assert {total for _, total in told} == {len(told)}
+
+
+def test_tensors_that_the_model_does_not_have_are_named_in_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny_checkpoint(tmp_path, "llama")
+    change_tensors(
+        tmp_path,
+        **{"model.extra.weight": torch.ones(2), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)},
+    )
+    with caplog.at_level(logging.WARNING, "rpft"):
+        load(tmp_path)
+    assert "1 tensor(s) of the checkpoint are not used by LlamaForCausalLM: model.extra.weight" in caplog.text
+
+
+def test_a_tied_head_that_the_file_holds_too_is_no_surprise(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_checkpoint(tmp_path, "qwen3")
+    change_tensors(tmp_path, **{"lm_head.weight": model.lm_head.weight.detach().clone()})
+    with caplog.at_level(logging.WARNING, "rpft"):
+        store = load(tmp_path).store
+    assert caplog.text == ""
+    assert torch.equal(store.tensor("model.embed_tokens.weight"), model.lm_head.weight)
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path, "llama")
+    change_tensors(tmp_path, **{"model.layers.1.mlp.up_proj.weight": None})
+    with pytest.raises(UserError, match=r"1 tensor\(s\).*model.layers.1.mlp.up_proj.weight"):
+        load(tmp_path)
+
+
+def test_a_missing_expert_is_refused(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path, "mixtral")
+    name = next(n for n in load_file(tmp_path / SINGLE) if "layers.2" in n and "experts.3." in n)
+    change_tensors(tmp_path, **{name: None})
+    with pytest.raises(UserError, match=r"layers\.2\."):
+        load(tmp_path)
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path, "llama")
+    change_tensors(tmp_path, **{"model.norm.weight": torch.ones(63)})
+    with pytest.raises(UserError, match=r"model.norm.weight has shape \[63\],.*asks for \[64\]"):
+        load(tmp_path)
+
+
+def test_a_shard_that_the_index_names_and_is_missing_is_found_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_model("llama").save_pretrained(tmp_path, max_shard_size="100KB")
+    gone = sorted(tmp_path.glob("*.safetensors"))[1]
+    gone.unlink()
+    monkeypatch.setattr("rpft.model.checkpoint.safe_open", lambda *a, **k: pytest.fail("opened a shard"))
+    with pytest.raises(UserError, match=f"names 1 file.*{gone.name}.*all shards"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"weight_map": 3}'])
+def test_an_index_that_is_none_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(UserError, match=f"{INDEX}: not a safetensors index"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 50_000])
+def test_a_file_cut_short_is_named_before_anything_is_allocated(keep: int, tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path, "llama")
+    whole = (tmp_path / SINGLE).read_bytes()
+    assert len(whole) > 50_000
+    (tmp_path / SINGLE).write_bytes(whole[:keep])
+    with pytest.raises(UserError, match=f"{SINGLE}: not a whole safetensors file"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
+def test_pickle_files_are_refused_with_advice_and_never_opened(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"not even a pickle")
+    with pytest.raises(UserError, match=rf"no safetensors file in it; it has {name}, a pickle.*save_pretrained"):
+        Checkpoint(tmp_path)
+
+
+def test_a_folder_with_an_adapter_alone_is_refused_with_advice(tmp_path: Path) -> None:
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match="a full model folder is needed, not an adapter"):
+        Checkpoint(tmp_path)
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no config\.json in it"):
+        read_config(tmp_path, trust_remote_code=False)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"model_type": "no_such_family"}'])
+def test_a_config_that_transformers_cannot_read_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=r"config\.json"):
+        read_config(tmp_path, trust_remote_code=False)
+
+
+def test_a_quantised_checkpoint_is_refused(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path, "llama")
+    change_config(tmp_path, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    with pytest.raises(UserError, match="the checkpoint is quantised"):
+        read_config(tmp_path, trust_remote_code=False)
+
+
+@pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all", "~/nowhere", "a/b/c", "nowhere"])
+def test_a_path_that_is_neither_folder_nor_hub_id_is_refused(path: str) -> None:
+    with pytest.raises(UserError, match="no such folder, and not a hub id"):
+        resolve_checkpoint(path, None)
+
+
+def test_a_hub_id_that_cannot_be_had_is_refused_with_the_reason() -> None:
+    with pytest.raises(UserError, match=r"'nobody/nothing'.*the hub did not give it"):
+        resolve_checkpoint("nobody/nothing", None)
+
+
+def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    assert resolve_checkpoint(str(tmp_path), None) == tmp_path

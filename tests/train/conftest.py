@@ -1,0 +1,23 @@
+"""Tiny projects, each made once a session."""
+
+import pytest
+from support.recipes import make_project
+
+
+@pytest.fixture(scope="session")
+def project(tmp_path_factory):
+    """project(key, ...) -> a Project, made by the first call with that key; outputs of tests must not collide."""
+    made = {}
+
+    def make(key, *words, **settings):
+        if key not in made:
+            made[key] = make_project(tmp_path_factory.mktemp("project"), *words, **settings)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture
+def fresh(tmp_path):
+    """fresh(...) -> a Project of this test alone."""
+    return lambda *words, **settings: make_project(tmp_path, *words, **settings)

@@ -1,0 +1,91 @@
+"""The memory bill of a plan against what a run of it really allocates."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.engines import random_plan
+from support.models import load
+
+import rpft.train.loop
+from rpft.model.adapters import LoraSettings
+from rpft.model.host_store import store_bytes
+from rpft.plan.bill import available_host_bytes, gib
+from rpft.recipe.load import load_recipe
+from rpft.train.prepare import prepare
+
+LORA = LoraSettings(r=4, alpha=8.0, dropout=0.0, target_modules="all-linear")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "LoRA"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_the_store_takes_the_bytes_that_were_billed_to_the_last_one(family, lora, dtype, project):
+    store = load(project(f"bill {family}", family).folder / "base", dtype, lora).store
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for layer in store.layers
+        for tensor in (layer.weights, layer.gradient, layer.master, layer.exp_avg, layer.exp_avg_sq)
+        if tensor.numel()
+    }
+    assert sum(storages.values()) == store_bytes([layer.layout for layer in store.layers])
+
+
+@pytest.mark.parametrize("adapter", [[], ["adapter.r=4"]], ids=["full", "LoRA"])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_run_allocates_no_more_than_the_bill_of_its_plan(seed, adapter, project, monkeypatch):
+    made = project("bill qwen3", "qwen3")
+    rng = random.Random(seed)
+    path = made.folder / f"{seed}{len(adapter)}.json"
+    path.write_text(random_plan(rng, 6, rng.choice([1, 2, 4])).to_json())
+    output = made.folder / f"run {seed} {adapter}"
+    words = [f"output_dir={output}", f"engine.plan={path}", "engine.workers=2", "train.max_steps=2", *adapter]
+    words += ["train.gradient_accumulation_steps=8", "optimizer.update=delayed"]
+    seen = SimpleNamespace()
+
+    class Engine(rpft.train.loop.Engine):
+        def close(self):
+            seen.buffers, seen.devices = self.boundary_buffers, self.devices
+            return super().close()
+
+    output.mkdir()
+    monkeypatch.setattr(rpft.train.loop, "Engine", Engine)
+    prepared = prepare(load_recipe(made.recipe, words))
+    rpft.train.loop.Trainer(prepared, Silent()).run(None)
+    bill = prepared.bill
+    boundary = prepared.data.longest * 64 * 4
+    assert seen.buffers * boundary <= bill.host_parts["hidden states between stages"]
+    fixed = bill.device_parts["weight, gradient and hidden-state buffers"]
+    assert [device.peak_bytes() for device in seen.devices] == [fixed, fixed]
+    assert bill.host == sum(bill.host_parts.values())
+    assert bill.device == sum(bill.device_parts.values())
+    saved = sum(f.stat().st_size for f in output.rglob("*.safetensors"))
+    assert bill.disk >= saved
+
+
+class Silent:
+    """A reporter that nobody reads."""
+
+    def __getattr__(self, name):
+        return lambda *arguments: None
+
+
+def test_the_bill_of_the_disk_holds_for_the_result_and_one_checkpoint(project):
+    made = project("bill llama", "llama")
+    for adapter in ([], ["adapter.r=8"]):
+        words = [*adapter, "checkpoint.every_steps=4", "model.dtype=bfloat16"]
+        outcome = made.train_well(f"disk {adapter}", *words)
+        prepared = prepare(load_recipe(made.recipe, words))
+        saved = sum(file.stat().st_size for file in outcome.folder.rglob("*.safetensors"))
+        headers = 600 * 40
+        assert saved - headers <= prepared.bill.disk <= 1.3 * saved
+
+
+def test_sizes_read_in_the_unit_that_suits_them():
+    assert gib(5 << 20) == "5 MiB"
+    assert gib(3 << 29) == "1.5 GiB"
+
+
+def test_what_the_system_has_free_is_found():
+    assert available_host_bytes() > 1 << 20

@@ -1,0 +1,104 @@
+"""SIGINT and SIGTERM end a run at a step boundary, saved; a second one ends it at once."""
+
+import os
+import shlex
+import signal
+
+import pytest
+from support.recipes import chats, run_rpft, watch
+
+SECTIONS = {"train": {"max_steps": 6, "eval_every": 2}}
+
+
+@pytest.fixture(scope="module")
+def runs(project):
+    made = project("interrupts", "llama", sections=SECTIONS)
+    return made, made.train_well("unbroken")
+
+
+def send_at(step, signals, monkeypatch):
+    """Sends ``signals`` while step ``step`` computes: the loop reports a step when the next one is under way."""
+
+    def on_step(record):
+        if record.step == step - 1:
+            for number in signals:
+                os.kill(os.getpid(), number)
+
+    watch(monkeypatch, on_step)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(number, runs, monkeypatch):
+    made, unbroken = runs
+    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    output = f"stopped by {number.name}"
+    with monkeypatch.context() as patch:
+        send_at(3, [number], patch)
+        ran = made.train(output, "engine.workers=2")
+    assert ran.code == 130
+    stopped = made.outcome(output)
+    assert [line["step"] for line in stopped.steps] == [1, 2, 3]
+    assert stopped.checkpoints == ["step-00000003"]
+    assert not stopped.result
+    assert "Traceback" not in ran.err
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
+    advice = ran.out.partition("To go on: rpft ")[2].strip()
+    resumed = run_rpft(*shlex.split(advice))
+    assert resumed.code == 0, resumed.err
+    assert made.outcome(output).numbers == unbroken.numbers
+    assert made.outcome(output).result == unbroken.result
+
+
+def test_a_second_signal_ends_at_once_and_leaves_the_earlier_checkpoint_whole(runs, monkeypatch):
+    made, unbroken = runs
+    with monkeypatch.context() as patch:
+        send_at(3, [signal.SIGINT, signal.SIGINT], patch)
+        ran = made.train("twice", "checkpoint.every_steps=1")
+    assert ran.code == 130
+    assert "Traceback" not in ran.err
+    assert made.outcome("twice").checkpoints == ["step-00000001"]
+    resumed = made.train_well("twice", "--resume")
+    assert resumed.numbers == unbroken.numbers
+    assert resumed.result == unbroken.result
+
+
+def test_a_signal_during_the_last_step_lets_the_run_end_well(runs, monkeypatch):
+    made, unbroken = runs
+    with monkeypatch.context() as patch:
+        send_at(6, [signal.SIGINT], patch)
+        outcome = made.train_well("last step")
+    assert outcome.numbers == unbroken.numbers
+    assert outcome.result == unbroken.result
+
+
+def test_a_signal_while_the_result_is_written_lets_it_be_written(runs, monkeypatch):
+    made, unbroken = runs
+
+    def on_step(record):
+        if record.step == 6:
+            monkeypatch.setattr("rpft.train.loop.save_result", interrupted_save)
+
+    import rpft.train.loop
+
+    save = rpft.train.loop.save_result
+
+    def interrupted_save(*arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        save(*arguments)
+
+    watch(monkeypatch, on_step)
+    outcome = made.train_well("while saving")
+    assert outcome.result == unbroken.result
+
+
+def test_an_interrupt_in_mid_accumulation_counts_whole_steps_only(project, monkeypatch):
+    """With many microbatches a step, the signal comes between two of them; what is saved is a step boundary."""
+    made = project("long steps", "llama", rows=chats(48), sections={"train": {"gradient_accumulation_steps": 24}})
+    unbroken = made.train_well("unbroken", "train.max_steps=3")
+    with monkeypatch.context() as patch:
+        send_at(2, [signal.SIGINT], patch)
+        assert made.train("stopped", "train.max_steps=3", "engine.num_microbatches=4").code == 130
+    assert made.outcome("stopped").checkpoints == ["step-00000002"]
+    resumed = made.train_well("stopped", "train.max_steps=3", "--resume")
+    assert resumed.numbers == unbroken.numbers
+    assert resumed.result == unbroken.result

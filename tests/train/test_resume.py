@@ -1,0 +1,267 @@
+"""A run that goes on from a checkpoint is the unbroken run, bit for bit; what cannot be gone on is refused."""
+
+import json
+import shutil
+
+import pytest
+from support.engines import plan_of
+from support.recipes import chats, watch
+
+from rpft.optim.schedule import Schedule
+
+PROJECTS = {
+    "full": ("qwen3", {}),
+    "LoRA": ("llama", {"adapter": {"r": 4, "dropout": 0.2}}),
+    "full bfloat16": ("llama", {"model": {"dtype": "bfloat16"}}),
+    "delayed": ("llama", {"optimizer": {"update": "delayed"}, "checkpoint": {"every_steps": 2}}),
+}
+
+
+class Crash(Exception):
+    """The end of a run that nothing in it foresaw."""
+
+
+def crash_at(step, monkeypatch):
+    def on_step(record):
+        if record.step == step:
+            raise Crash(f"step {step}")
+
+    watch(monkeypatch, on_step)
+
+
+@pytest.fixture(scope="module")
+def runs(project):
+    """runs(name) -> the project, and its unbroken run of 4 steps."""
+    known = {}
+
+    def of(name):
+        family, sections = PROJECTS[name]
+        made = project(f"resume {name}", family, sections={**sections, "train": {"eval_every": 2}})
+        if name not in known:
+            known[name] = made.train_well("unbroken")
+        return made, known[name]
+
+    return of
+
+
+@pytest.mark.parametrize("name", PROJECTS)
+def test_four_steps_equal_two_steps_a_save_and_two_steps(name, runs, monkeypatch):
+    made, unbroken = runs(name)
+    with monkeypatch.context() as patch:
+        crash_at(3, patch)
+        assert made.train(name, "checkpoint.every_steps=2").code == 1
+    plan = made.folder / "another plan.json"
+    plan.write_text(plan_of([(0, 0), (1, 3)], [(4, 5), (0, 3)], 3, "layer").to_json())
+    resumed = made.train_well(
+        name,
+        "checkpoint.every_steps=2",
+        "--resume",
+        f"engine.plan={plan}",
+        "engine.workers=3",
+        "engine.inject_delays=1",
+    )
+    assert resumed.numbers == unbroken.numbers
+    assert resumed.result == unbroken.result
+
+
+TEN_ROWS = {"train": {"gradient_accumulation_steps": 2, "num_epochs": 3, "max_steps": None, "learning_rate": 3e-3}}
+
+
+@pytest.fixture(scope="module")
+def ten_rows(project):
+    """10 rows in steps of 2 for 3 epochs: 15 steps; and the unbroken run."""
+    made = project("ten rows", "llama", rows=chats(10), sections=TEN_ROWS)
+    return made, made.train_well("unbroken")
+
+
+@pytest.mark.parametrize("crash", ["at the save", 8, 11, 13])
+def test_a_run_killed_after_step_7_goes_on_with_step_8(crash, ten_rows, monkeypatch):
+    made, unbroken = ten_rows
+    output = f"crash {crash}"
+    with monkeypatch.context() as patch:
+        if crash == "at the save":
+            watch(patch, on_save=lambda path: (_ for _ in ()).throw(Crash()))
+        else:
+            crash_at(crash, patch)
+        assert made.train(output, "checkpoint.every_steps=7").code == 1
+    broken = made.outcome(output)
+    assert broken.steps[-1]["step"] == (7 if crash == "at the save" else crash)
+    assert not broken.result
+    with (broken.folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 99, "lo')  # the line that was being written
+    resumed = made.train_well(output, "checkpoint.every_steps=7", "--resume")
+    assert [line["step"] for line in resumed.steps] == list(range(1, 16))
+    assert resumed.numbers == unbroken.numbers
+    assert resumed.result == unbroken.result
+    schedule = Schedule("cosine", 3e-3, 15, warmup_ratio=0.25)
+    assert resumed.steps[7]["learning_rate"] == schedule(8)
+
+
+def test_train_resume_from_checkpoint_goes_on_from_the_newest_or_a_given_one(ten_rows):
+    made, unbroken = ten_rows
+    made.train_well("twice", "checkpoint.every_steps=5", "checkpoint.keep_last=9")
+    for value in ("true", made.folder / "twice" / "checkpoints" / "step-00000005"):
+        again = made.train_well("twice", f"train.resume_from_checkpoint={value}")
+        assert again.numbers == unbroken.numbers
+        assert again.result == unbroken.result
+
+
+@pytest.mark.parametrize("words", [["--resume"], ["train.resume_from_checkpoint=true"]], ids=str)
+def test_resuming_without_a_checkpoint_is_an_error_and_not_a_silent_restart(words, ten_rows):
+    made, _ = ten_rows
+    ran = made.train("nothing there", *words)
+    assert ran.code == 2
+    assert "no whole checkpoint" in ran.err
+    assert not (made.folder / "nothing there").exists()
+
+
+def test_a_checkpoint_path_that_is_none_is_an_error(ten_rows):
+    made, _ = ten_rows
+    ran = made.train("nothing there", "train.resume_from_checkpoint=no/such/step-00000001")
+    assert ran.code == 2
+    assert "no/such/step-00000001" in ran.err
+    assert not (made.folder / "nothing there").exists()
+
+
+@pytest.fixture(scope="module")
+def three_checkpoints(ten_rows):
+    """The output directory of a run that has checkpoints of steps 5, 10 and 15."""
+    made, _ = ten_rows
+    made.train_well("three", "checkpoint.every_steps=5", "checkpoint.keep_last=3")
+    return made.folder / "three"
+
+
+def truncate(folder):
+    file = folder / "layer-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+def lose_a_layer(folder):
+    (folder / "layer-00002.safetensors").unlink()
+
+
+def lose_the_state(folder):
+    (folder / "state.json").unlink()
+
+
+def garble_the_state(folder):
+    (folder / "state.json").write_text('{"version": 1, "sizes": {}, "st')
+
+
+def leave_unfinished(folder):
+    folder.rename(folder.with_name(folder.name + ".partial"))
+
+
+TEARS = [truncate, lose_a_layer, lose_the_state, garble_the_state, leave_unfinished]
+
+
+@pytest.mark.parametrize("tear", TEARS)
+def test_a_torn_newest_checkpoint_is_named_and_the_one_before_is_used(tear, ten_rows, three_checkpoints, caplog):
+    made, unbroken = ten_rows
+    output = made.folder / tear.__name__
+    shutil.copytree(three_checkpoints, output)
+    shutil.rmtree(output / "model")
+    tear(output / "checkpoints" / "step-00000015")
+    words = ("checkpoint.every_steps=1", "checkpoint.keep_last=1", "--resume")
+    ran = made.train(tear.__name__, *words)
+    assert ran.code == 0, ran.err
+    assert "step-00000015" in caplog.text
+    assert f"resuming from {output / 'checkpoints' / 'step-00000010'}" in ran.out
+    resumed = made.outcome(tear.__name__)
+    assert resumed.numbers == unbroken.numbers
+    assert resumed.result == unbroken.result
+    assert resumed.checkpoints == ["step-00000015"]
+
+
+def test_a_torn_checkpoint_never_pushes_out_a_whole_one(ten_rows, three_checkpoints, monkeypatch):
+    made, unbroken = ten_rows
+    output = made.folder / "torn stays"
+    shutil.copytree(three_checkpoints, output)
+    for step in (10, 15):
+        truncate(output / "checkpoints" / f"step-000000{step}")
+    with monkeypatch.context() as patch:
+        crash_at(8, patch)
+        assert made.train("torn stays", "checkpoint.every_steps=7", "checkpoint.keep_last=1", "--resume").code == 1
+    ran = made.train("torn stays", "checkpoint.every_steps=7", "checkpoint.keep_last=1", "--resume")
+    assert "step-00000007" in ran.out
+    assert made.outcome("torn stays").numbers == unbroken.numbers
+
+
+def test_another_learning_rate_on_resume_is_refused_with_the_difference(ten_rows, three_checkpoints):
+    made, _ = ten_rows
+    before = (three_checkpoints / "recipe.yaml").read_text()
+    ran = made.train("three", "--resume", "train.learning_rate=1e-3", "optimizer.betas=[0.9, 0.95]")
+    assert ran.code == 2
+    assert "train.learning_rate was 0.003 and is 0.001" in ran.err
+    assert "optimizer.betas was [0.9, 0.999] and is [0.9, 0.95]" in ran.err
+    assert (three_checkpoints / "recipe.yaml").read_text() == before
+
+
+def test_other_rows_on_resume_are_refused(ten_rows, three_checkpoints, tmp_path):
+    made, _ = ten_rows
+    ran = made.train("three", "--resume", f"data.train=[{made.folder / 'eval.jsonl'}]")
+    assert ran.code == 2
+    assert "data.items was 10 and is 5" in ran.err
+
+
+def test_a_new_run_into_a_directory_that_holds_one_is_refused_with_advice(ten_rows):
+    made, unbroken = ten_rows
+    before = unbroken.result
+    ran = made.train("unbroken")
+    assert ran.code == 2
+    assert "already holds a run" in ran.err
+    assert "--resume" in ran.err
+    assert made.outcome("unbroken").result == before
+
+
+def test_a_result_folder_that_is_not_the_runs_own_is_never_replaced(ten_rows):
+    made, _ = ten_rows
+    shutil.copytree(made.folder / "base", made.folder / "mine" / "model")
+    ran = made.train("mine")
+    assert ran.code == 2
+    assert "model" in ran.err
+
+
+WORSE = ("train.learning_rate=1", "train.warmup_ratio=0.95")
+"""A rate that rises beyond all measure: the loss is lowest at the first evaluation after the start."""
+
+
+def test_keep_last_and_keep_best_decide_which_checkpoints_stay(ten_rows):
+    made, _ = ten_rows
+    outcome = made.train_well("last", "checkpoint.every_steps=2", "checkpoint.keep_last=3", "train.eval_every=2")
+    assert outcome.checkpoints == ["step-00000010", "step-00000012", "step-00000014"]
+    words = ("train.eval_every=3", "checkpoint.every_steps=4", "checkpoint.keep_last=1", *WORSE)
+    outcome = made.train_well("best", *words, "checkpoint.keep_best=true")
+    assert min((loss, step) for step, loss in outcome.evaluations.items() if step > 0)[1] == 3
+    assert outcome.checkpoints == ["step-00000003", "step-00000012"]
+
+
+def test_without_keep_best_the_best_checkpoint_goes_like_any_other(ten_rows):
+    made, _ = ten_rows
+    words = ("train.eval_every=3", "checkpoint.every_steps=3", "checkpoint.keep_last=1", *WORSE)
+    assert made.train_well("not best", *words).checkpoints == ["step-00000015"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapters_checkpoint_is_no_larger_than_adapter_and_state(dtype, runs):
+    made, _ = runs("LoRA")
+    outcome = made.train_well(f"size {dtype}", f"model.dtype={dtype}", "checkpoint.every_steps=4", "adapter.r=16")
+    folder = outcome.folder / "checkpoints" / "step-00000004"
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    adapter = (outcome.folder / "adapter" / "adapter_model.safetensors").stat().st_size
+    trained = adapter // (4 if dtype == "float32" else 2)
+    state = 8 * trained if dtype == "float32" else 12 * trained
+    assert size <= 1.1 * (adapter + state)
+
+
+def test_every_minutes_saves_by_the_clock(ten_rows):
+    made, _ = ten_rows
+    outcome = made.train_well("minutes", "checkpoint.every_minutes=1e-9", "train.max_steps=3")
+    assert outcome.checkpoints == ["step-00000002", "step-00000003"]
+
+
+def test_the_state_file_says_which_step_and_which_run(three_checkpoints):
+    state = json.loads((three_checkpoints / "checkpoints" / "step-00000010" / "state.json").read_text())
+    assert state["step"] == 10
+    assert state["run"]["train"]["learning_rate"] == 3e-3
+    assert len(state["sizes"]) == 6
