@@ -10,17 +10,14 @@ ratio, and writes them with --json FILE.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import sys
 import time
-from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from record import machine, write_record
 
 from rpft.engine.cpu import CpuDevice
 from rpft.engine.engine import Engine
@@ -149,12 +146,16 @@ def main() -> int:
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     ratio = statistics.median(b / a for a, b in zip(*times.values(), strict=True))
     tokens = arguments.rows * arguments.sequence
-    machine = f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
-    print(f"{machine}; {arguments.rows} x {arguments.sequence} tokens, {arguments.dtype}")
+    where = machine(["CPU"])
+    print(
+        f"{where}, {torch.get_num_threads()} threads; {arguments.rows} x {arguments.sequence} tokens,"
+        f" {arguments.dtype}"
+    )
     for name, seconds in medians.items():
         print(f"{name:18} {seconds:6.2f} s a step, {tokens / seconds:7.1f} tokens/s (median of {arguments.steps})")
     print(
-        f"pool / plain loop  {ratio:6.2f} (median of pairs; plan {len(pool.plan.forward)} + {len(pool.plan.backward)} stages)"
+        f"pool / plain loop  {ratio:6.2f} (median of pairs;"
+        f" plan of {len(pool.plan.forward)} + {len(pool.plan.backward)} stages)"
     )
     if arguments.json is not None:
         results = [
@@ -164,14 +165,7 @@ def main() -> int:
         results.append(
             {"case": "pool / plain loop", "metric": "ratio, median of pairs", "value": round(ratio, 4), "unit": ""}
         )
-        record = {
-            "name": "cpu_vs_plain_loop",
-            "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-            "machine": machine,
-            "command": " ".join(["python", *sys.argv]),
-            "results": results,
-        }
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_record(arguments.json, "cpu_vs_plain_loop", where, results)
     return 0
 
 

@@ -3,23 +3,23 @@
     python benchmarks/throughput.py qwen3-1.7b --rows 8 --sequence 4096 --microbatches 8 --steps 5
         [--lora R] [--workers N] [--vram-limit 24GiB] [--update delayed] [--json FILE]
 
-No checkpoint and no data are needed. Prints the median step and the rate over all timed steps, drained at both ends.
+No checkpoint and no data are needed. Prints the rate of the median step and over all timed steps,
+drained at both ends.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import sys
 import time
-from datetime import datetime, timezone
+from itertools import pairwise
 from pathlib import Path
 
 import torch
+from record import machine, write_record
 
-from rpft.engine.device import make_pool
+from rpft.engine.device import Device, make_pool
 from rpft.engine.engine import Engine
 from rpft.engine.failure import Failure
 from rpft.engine.slot import HostBatch
@@ -32,9 +32,12 @@ from rpft.model.skeleton import build_model, cut
 from rpft.optim.adamw import AdamW
 from rpft.optim.host_optimizer import HostOptimizer
 from rpft.optim.schedule import Schedule
-from rpft.plan.bill import ModelShape, gib, make_bill
+from rpft.plan.bill import Bill, ModelShape, gib, make_bill
 from rpft.plan.costs import layer_costs
 from rpft.plan.partition import balanced_plan
+from rpft.plan.plan import Plan
+
+DTYPE = torch.bfloat16
 
 PRESETS = {
     # family, vocabulary, hidden, intermediate, blocks, heads, key-value heads, tied
@@ -84,128 +87,130 @@ def random_step(rows: int, sequence: int, microbatches: int, vocabulary: int, se
     return batches
 
 
-def main() -> int:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("preset", choices=sorted(PRESETS))
     parser.add_argument("--rows", type=int, default=8, help="rows of a step")
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--microbatches", type=int, default=8, help="of a step, all in one round")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=5, help="timed, after two that warm up")
     parser.add_argument("--lora", type=int, default=0, help="rank; 0 trains every weight")
     parser.add_argument("--workers", type=int)
     parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
     parser.add_argument("--vram-limit", type=float, default=24.0, help="GiB a worker")
     parser.add_argument("--update", choices=["sync", "delayed"], default="sync")
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    limit = int(arguments.vram_limit * 2**30)
-    devices = make_pool(arguments.device, arguments.workers, limit)
-    dtype = torch.bfloat16
-    config = make_config(arguments.preset)
-    skeleton = cut(build_model(config, dtype, "auto"))
-    if arguments.lora:
-        inject_lora(
-            skeleton, LoraSettings(arguments.lora, 2 * arguments.lora, 0.0, "all-linear"), arguments.preset
-        )
-    layouts = build_layers(skeleton, dtype)
-    max_tokens = arguments.rows // arguments.microbatches * arguments.sequence
-    shape = ModelShape(config.hidden_size, config.intermediate_size, config.vocab_size, dtype.itemsize)
+    return parser.parse_args()
 
-    def bill(plan):
-        return make_bill(plan, layouts, shape, max_tokens, HEAD_CHUNK_TOKENS)
 
-    costs = layer_costs(layouts, skeleton)
-    plan = None
-    for grain in ("stage", "layer"):
-        plan = plan or balanced_plan(
-            costs, len(devices), arguments.microbatches, 1, grain, lambda p: bill(p).device <= limit
+class Run:
+    """A model with random weights, its plan and its engine, ready to step."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.rows, self.sequence, self.microbatches = arguments.rows, arguments.sequence, arguments.microbatches
+        limit = int(arguments.vram_limit * 2**30)
+        self.devices = make_pool(arguments.device, arguments.workers, limit)
+        config = make_config(arguments.preset)
+        self.vocabulary = config.vocab_size
+        skeleton = cut(build_model(config, DTYPE, "auto"))
+        if arguments.lora:
+            inject_lora(skeleton, LoraSettings(arguments.lora, 2 * arguments.lora, 0.0, "all-linear"), "random")
+        layouts = build_layers(skeleton, DTYPE)
+        max_tokens = self.rows // self.microbatches * self.sequence
+        shape = ModelShape(config.hidden_size, config.intermediate_size, config.vocab_size, DTYPE.itemsize)
+
+        def bill(plan: Plan) -> Bill:
+            return make_bill(plan, layouts, shape, max_tokens, HEAD_CHUNK_TOKENS)
+
+        costs, plan = layer_costs(layouts, skeleton), None
+        for grain in ("stage", "layer"):
+            plan = plan or balanced_plan(
+                costs, len(self.devices), self.microbatches, 1, grain, lambda p: bill(p).device <= limit
+            )
+        if plan is None:
+            sys.exit("no plan fits under the VRAM limit")
+        self.plan, self.bill = plan, bill(plan)
+        store = HostStore(layouts, self.devices[0].allocate_host)
+        fill_randomly(store, self.devices[0].torch_device)
+        if arguments.lora:
+            initialise_lora(skeleton, store, 0)
+        failure, delays = Failure(), Delays(None)
+        self.optimizer = HostOptimizer(store, AdamW(), Schedule("constant", 1e-5, 10**6), 1.0, failure, delays)
+        self.engine = Engine(
+            skeleton,
+            store,
+            plan,
+            self.devices,
+            dtype=DTYPE,
+            max_tokens=max_tokens,
+            seed=0,
+            update_lag=1 if arguments.update == "delayed" else 0,
+            send_update=self.optimizer.submit,
+            failure=failure,
+            delays=delays,
         )
-    if plan is None:
-        sys.exit("no plan fits under the VRAM limit")
+
+    def steps(self, first: int, count: int) -> list[float]:
+        """Runs ``count`` steps, each queued while the one before computes, drained at both ends; their seconds."""
+        marks = [time.perf_counter()]
+        for step in range(first, first + count + 1):
+            if step < first + count:
+                batches = random_step(self.rows, self.sequence, self.microbatches, self.vocabulary, step % 2)
+                self.engine.submit_step(step, batches)
+            else:
+                self.engine.flush()
+            if step > first:
+                result = self.optimizer.wait(step - 1)
+                marks.append(time.perf_counter())
+                loss = result.loss_sum / (self.rows * (self.sequence - 1))
+                print(f"step {step - 1}: loss {loss:.4f}, {marks[-1] - marks[-2]:.2f} s", flush=True)
+        return [after - before for before, after in pairwise(marks)]
+
+    def close(self) -> None:
+        self.engine.close()
+        self.optimizer.close()
+
+
+def main() -> int:
+    arguments = parse()
     started = time.perf_counter()
-    store = HostStore(layouts, devices[0].allocate_host)
-    fill_randomly(store, devices[0].torch_device)
-    if arguments.lora:
-        initialise_lora(skeleton, store, 0)
-    print(
-        f"host store filled in {time.perf_counter() - started:.0f} s, {gib(bill(plan).host)} RAM by the bill",
-        flush=True,
-    )
-    failure, delays = Failure(), Delays(None)
-    total = arguments.steps + 2
-    optimizer = HostOptimizer(store, AdamW(), Schedule("constant", 1e-5, total), 1.0, failure, delays)
-    engine = Engine(
-        skeleton,
-        store,
-        plan,
-        devices,
-        dtype=dtype,
-        max_tokens=max_tokens,
-        seed=0,
-        update_lag=1 if arguments.update == "delayed" else 0,
-        send_update=optimizer.submit,
-        failure=failure,
-        delays=delays,
-    )
-    marks = []
-    losses = []
-    tokens = arguments.rows * arguments.sequence
-
-    def finish(step: int) -> None:
-        result = optimizer.wait(step)
-        losses.append(result.loss_sum / (arguments.rows * (arguments.sequence - 1)))
-        marks.append(time.perf_counter())
-
-    for step in range(1, total + 1):
-        batches = random_step(
-            arguments.rows, arguments.sequence, arguments.microbatches, config.vocab_size, step % 2
-        )
-        engine.submit_step(step, batches)
-        if step not in (1, 3):  # step 2 was waited for before step 3 was queued
-            finish(step - 1)
-        if step == 2:  # drained before the timed steps, and after them
-            engine.flush()
-            finish(2)
-            marks = [time.perf_counter()]
-        elif step == total:
-            engine.flush()
-            finish(total)
-    engine.close()
-    optimizer.close()
-    seconds = [b - a for a, b in zip(marks, marks[1:], strict=False)]
-    median, drained = tokens / statistics.median(seconds), tokens * len(seconds) / (marks[-1] - marks[0])
-    peaks = [device.peak_bytes() for device in devices]
+    run = Run(arguments)
+    print(f"ready after {time.perf_counter() - started:.0f} s; {gib(run.bill.host)} of RAM by the bill")
+    stages = " ".join(map(str, run.plan.forward)), " ".join(map(str, run.plan.backward))
+    print(f"plan: forward {stages[0]}; backward {stages[1]}; recompute by {run.plan.recompute}", flush=True)
+    run.steps(1, 2)
+    seconds = run.steps(3, arguments.steps)
+    run.close()
+    tokens = run.rows * run.sequence
+    median, drained = tokens / statistics.median(seconds), tokens * len(seconds) / sum(seconds)
+    peaks = [device.peak_bytes() for device in run.devices]
     what = f"LoRA r{arguments.lora}" if arguments.lora else "full"
-    case = f"{arguments.preset} {what} {arguments.update}, {arguments.rows} x {arguments.sequence}, M = {arguments.microbatches}"
-    name = torch.cuda.get_device_name(0) if devices[0].torch_device.type == "cuda" else "CPU pool"
-    machine = f"{len(devices)} x {name}, {os.cpu_count()} cores, torch {torch.__version__}"
-    print(
-        f"plan: forward {' '.join(map(str, plan.forward))}; backward {' '.join(map(str, plan.backward))}; {plan.recompute}"
+    case = (
+        f"{arguments.preset} {what} {arguments.update}, {len(peaks)} worker(s),"
+        f" {run.rows} x {run.sequence}, M = {run.microbatches}"
     )
-    print(f"losses {' '.join(f'{loss:.4f}' for loss in losses)}")
-    print(f"step seconds {' '.join(f'{s:.2f}' for s in seconds)}")
     print(
-        f"RESULT {case}; {machine}: {median:.0f} tok/s by the median step, {drained:.0f} drained;"
-        f" peak VRAM {' '.join(map(gib, peaks))} of {gib(bill(plan).device)} by the bill"
+        f"RESULT {case}: {median:.0f} tok/s by the median step, {drained:.0f} drained;"
+        f" peak VRAM {' '.join(map(gib, peaks))} of {gib(run.bill.device)} by the bill"
     )
     if arguments.json is not None:
-        figures = [("tokens/s, median step", median, "tok/s"), ("tokens/s, drained", drained, "tok/s")]
-        figures += [
+        figures = [
+            ("tokens a second, median step", median, "tok/s"),
+            ("tokens a second, drained", drained, "tok/s"),
             ("peak VRAM", max(peaks) / 2**30, "GiB"),
-            ("VRAM by the bill", bill(plan).device / 2**30, "GiB"),
+            ("VRAM by the bill", run.bill.device / 2**30, "GiB"),
         ]
-        record = {
-            "name": "throughput",
-            "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-            "machine": machine,
-            "command": " ".join(["python", *sys.argv]),
-            "results": [
-                {"case": case, "metric": metric, "value": round(value, 2), "unit": unit}
-                for metric, value, unit in figures
-            ],
-        }
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        results = [
+            {"case": case, "metric": m, "value": round(value, 2), "unit": unit} for m, value, unit in figures
+        ]
+        write_record(arguments.json, "throughput", machine(gpu_names(run.devices)), results)
     return 0
+
+
+def gpu_names(devices: list[Device]) -> list[str]:
+    """What each worker runs on."""
+    cuda = devices[0].torch_device.type == "cuda"
+    return [torch.cuda.get_device_name(d.torch_device) if cuda else "CPU worker" for d in devices]
 
 
 if __name__ == "__main__":

@@ -42,7 +42,8 @@ class LiveReporter:
         self._steps: TaskID | None = None
 
     def say(self, text: str) -> None:
-        self._console.print(Text(clock(), style="dim"), text, markup=False)
+        # Soft wrap: a command in a message can be copied from the terminal in one piece.
+        self._console.print(Text(clock(), style="dim"), text, markup=False, soft_wrap=True)
 
     def loading(self, done: int, total: int) -> None:
         if self._loading is None:

@@ -133,8 +133,7 @@ class HostOptimizer:
         masters: list[torch.Tensor | None] = []
         for index, layer in enumerate(self._store.layers):
             changes = layer.layout.num_trained > 0 and not skipped
-            divisor = ticket.trained_tokens / self._clip_coefficient(norm)
-            masters.append(self._update_masters(update, index, rate, divisor) if changes else None)
+            masters.append(self._update_masters(update, index, rate, norm) if changes else None)
             ticket.read[index].set()
             if not update.delayed:
                 self._publish(update, index, masters[index])
@@ -171,13 +170,14 @@ class HostOptimizer:
             return 1.0
         return min(1.0, self._max_grad_norm / (norm + 1e-6))
 
-    def _update_masters(self, update: Update, index: int, rate: float, divisor: float) -> torch.Tensor:
+    def _update_masters(self, update: Update, index: int, rate: float, norm: float) -> torch.Tensor:
         """Updates a layer's masters and moments; gives the masters, which ``_publish`` takes over."""
         layer = self._store.layers[index]
         if layer.master_is_working and update.delayed:
             layer = replace(layer, master=layer.master.clone())
         elif layer.master_is_working:
             self._wait(update.before.readers[index])
+        divisor = update.ticket.trained_tokens / self._clip_coefficient(norm)
         self._algorithm.update(layer, rate, self.updates_applied, divisor)
         return layer.master
 

@@ -1,7 +1,8 @@
 """A balanced plan: forward and backward stages of about equal time, the split with the shortest makespan.
 
-Simple on purpose: it tries every bottleneck that whole numbers of blocks give and packs layers greedily below
-it. It knows compute only, from the shapes of the weights; a planner on measured times takes its place.
+Simple on purpose: it tries every bottleneck that whole numbers of blocks give, and a stage a layer, and packs
+layers greedily below it. It knows compute only, from the shapes of the weights; a planner on measured times takes
+its place.
 """
 
 from __future__ import annotations
@@ -41,12 +42,14 @@ def balanced_plan(
     """The best of the balanced plans that ``fits`` accepts, or None. ``costs``: one a layer, embedding to head."""
     blocks = [cost.with_recompute for cost in costs[1:-1]]
     candidates: dict[Plan, float] = {}
+    bottlenecks = {0.0}  # a stage a layer
     for count in range(1, len(blocks) + 1):
-        for bottleneck in {max(_sums(blocks, count)), max(*_sums(blocks, count), _head(costs))}:
-            plan = _pack(costs, bottleneck, num_microbatches, recompute)
-            if plan not in candidates and fits(plan):
-                times = slot_times(plan, costs)
-                candidates[plan] = makespan(times, num_workers, num_microbatches, rounds)
+        bottlenecks |= {max(_sums(blocks, count)), max(*_sums(blocks, count), _head(costs))}
+    for bottleneck in sorted(bottlenecks):
+        plan = _pack(costs, bottleneck, num_microbatches, recompute)
+        if plan not in candidates and fits(plan):
+            times = slot_times(plan, costs)
+            candidates[plan] = makespan(times, num_workers, num_microbatches, rounds)
     if not candidates:
         return None
     # Of equally fast plans the one with fewer slots moves fewer bytes.

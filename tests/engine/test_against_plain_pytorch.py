@@ -68,8 +68,10 @@ def distances(outcome, plain):
     }
 
 
-@pytest.mark.parametrize("delayed", [False, True], ids=["sync", "delayed"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "delayed"),
+    [("llama", False), ("llama", True), ("qwen3, tied", False), ("qwen3, tied", True), ("gpt2", False)],
+)
 def test_twenty_steps_agree_within_1e_5_and_gradient_norms_within_1e_6(name, delayed, both):
     outcome, plain = both(name, delayed=delayed)
     assert [r.loss_sum for r in outcome.results] == pytest.approx(plain.loss_sums, rel=1e-5)
@@ -108,10 +110,9 @@ def test_delayed_applies_the_last_gradient_at_the_flush(both, checkpoint):
     assert not torch.equal(delayed.store.tensor("lm_head.weight"), before)
 
 
-@pytest.mark.parametrize("delayed", [False, True], ids=["sync", "delayed"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "delayed"), [("llama", False), ("qwen3, tied", True), ("gpt2", False)])
 def test_bf16_follows_a_loop_in_bf16_with_fp32_masters(name, delayed, both):
-    outcome, plain = both(name, dtype=torch.bfloat16, delayed=delayed)
+    outcome, plain = both(name, steps=10, dtype=torch.bfloat16, delayed=delayed)
     assert [r.loss_sum for r in outcome.results] == pytest.approx(plain.loss_sums, rel=1e-3)
     assert outcome.results[0].grad_norm == pytest.approx(plain.grad_norms[0], rel=1e-4)
     assert [r.grad_norm for r in outcome.results] == pytest.approx(plain.grad_norms, rel=0.03)

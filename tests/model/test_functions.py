@@ -159,18 +159,26 @@ def test_only_targets_and_places_given_are_scored(tmp_path: Path) -> None:
 def test_shapes_that_take_turns_get_their_own_masks_and_few_are_remembered(tmp_path: Path) -> None:
     theirs = tiny_checkpoint(tmp_path, "gemma3").eval()
     loaded = load(tmp_path)
-    functions, head = functions_of(loaded), len(loaded.store.layers) - 1
+    functions = functions_of(loaded)
     for sequence in (9, 16, 9, 12, 11, 10, 8, 16, 9):
         ids = random_ids(1, sequence, seed=sequence)
-        batch, hidden = batch_of(ids), None
-        with torch.no_grad():
-            for layer in range(head):
-                hidden = functions.forward(layer, hidden, loaded.store.layer_weights(layer), batch, None)
-            assert hidden is not None
-            ours = functions.logits(hidden, loaded.store.layer_weights(head), batch)
-            expected = theirs(input_ids=ids).logits
-        assert relative_error(ours, expected) < TOLERANCE
+        ours = logits_of(loaded, ids, functions=functions)
+        assert relative_error(ours, theirs(input_ids=ids).logits) < TOLERANCE
     assert len(functions._contexts) <= functions_module._CONTEXTS_KEPT
+
+
+def test_packs_of_one_shape_that_take_turns_get_their_own_masks(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path, "llama")
+    loaded = load(tmp_path)
+    functions = functions_of(loaded)
+    for first in (3, 9, 3, 12, 5, 7, 9, 4):
+        parts = [random_ids(1, length, seed=length) for length in (first, 16 - first)]
+        positions = torch.cat([torch.arange(first), torch.arange(16 - first)]).unsqueeze(0)
+        packed = logits_of(loaded, torch.cat(parts, 1), positions, functions)
+        alone = torch.cat([logits_of(loaded, part) for part in parts], 1)
+        assert relative_error(packed, alone) < TOLERANCE
+        whole = logits_of(loaded, torch.cat(parts, 1), None, functions)
+        assert relative_error(packed, whole) > 100 * TOLERANCE
 
 
 def test_functions_own_no_weight_and_alike_blocks_share_a_template(tmp_path: Path) -> None:

@@ -31,9 +31,15 @@ def functions_of(loaded: Loaded, dtype: torch.dtype = torch.float32, train: bool
     return functions
 
 
-def logits_of(loaded: Loaded, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-    """Logits [rows, sequence, vocabulary] of the model in the host store."""
-    functions, batch, hidden = functions_of(loaded), batch_of(ids, positions=positions), None
+def logits_of(
+    loaded: Loaded,
+    ids: torch.Tensor,
+    positions: torch.Tensor | None = None,
+    functions: LayerFunctions | None = None,
+) -> torch.Tensor:
+    """Logits [rows, sequence, vocabulary] of the model in the host store, without dropout."""
+    functions = functions or functions_of(loaded)
+    batch, hidden = batch_of(ids, positions=positions), None
     last = len(loaded.store.layers) - 1
     with torch.no_grad():
         for layer in range(last):

@@ -228,7 +228,7 @@ def encode_chat(tokenizer: Any, row: dict[str, Any]) -> tuple[list[int], list[in
 
 
 def plain_loss_sum(model: Any, tokenizer: Any, rows: list[dict[str, Any]]) -> tuple[torch.Tensor, int]:
-    """Cross-entropy over the answers of ``rows`` in plain transformers, row by row, and how many tokens that is."""
+    """Cross-entropy over the answers of ``rows`` in plain transformers, row by row, and the tokens scored."""
     total, count = torch.zeros(()), 0
     for row in rows:
         ids, labels = encode_chat(tokenizer, row)

@@ -17,7 +17,7 @@ from rpft.engine.failure import Failure
 from rpft.engine.slot import Slot
 from rpft.engine.streams import Delays, Event, Stream
 
-_LONGEST_SECONDS = 6.0
+_LONGEST_SECONDS = 30.0
 
 
 class Sabotage:

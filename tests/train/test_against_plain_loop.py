@@ -53,7 +53,7 @@ def test_full_fine_tuning_equals_a_plain_loop(family, update, project):
     )
     sums = [line["loss"] * line["trained_tokens"] for line in outcome.steps]
     assert sums == pytest.approx(plain.loss_sums, rel=1e-5)
-    assert [line["grad_norm"] for line in outcome.steps] == pytest.approx(plain.grad_norms, rel=1e-4)
+    assert [line["grad_norm"] for line in outcome.steps] == pytest.approx(plain.grad_norms, rel=1e-5)
     assert max(plain.grad_norms) > CLIP
     saved = load_file(outcome.folder / "model" / "model.safetensors")
     assert saved.keys() == plain.weights.keys()

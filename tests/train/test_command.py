@@ -3,11 +3,12 @@
 import json
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 from peft import PeftModel
-from support.recipes import plain_loss_sum, read_jsonl
+from support.recipes import plain_loss_sum, read_jsonl, watch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rpft.plan.plan import read_plan
@@ -143,10 +144,6 @@ def test_python_m_rpft_runs_the_same_command(full):
 
 
 def test_fifty_steps_end_with_the_threads_they_began_with(project, monkeypatch):
-    import threading
-
-    from support.recipes import watch
-
     counts = []
     watch(monkeypatch, lambda record: counts.append(threading.active_count()))
     made = project("no evaluation", eval_rows=0)

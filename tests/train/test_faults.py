@@ -6,9 +6,10 @@ import threading
 
 import pytest
 import torch
-from support.recipes import WORDS, chats, watch
+from support.recipes import WORDS, chats, tiny_tokenizer, watch
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+import rpft.train.checkpoint
 from rpft.optim.adamw import AdamW
 
 
@@ -82,8 +83,6 @@ def test_an_exception_in_the_optimizer_names_the_step(runs, armed, monkeypatch):
 
 
 def test_a_disk_full_in_mid_save_leaves_the_checkpoint_before(runs, armed, monkeypatch):
-    import rpft.train.checkpoint
-
     made, unbroken = runs
     save = rpft.train.checkpoint.save_file
     written = []
@@ -110,8 +109,6 @@ ODD = "~"
 
 def overflow(model):
     """Makes the embedding of ODD 7e4."""
-    from support.recipes import tiny_tokenizer
-
     (token,) = tiny_tokenizer()(ODD).input_ids
     with torch.no_grad():
         model.get_input_embeddings().weight[token] = 7e4

@@ -3,9 +3,14 @@
 import os
 import shlex
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 from support.recipes import chats, run_rpft, watch
+
+import rpft.train.loop
 
 SECTIONS = {"train": {"max_steps": 6, "eval_every": 2}}
 
@@ -78,8 +83,6 @@ def test_a_signal_while_the_result_is_written_lets_it_be_written(runs, monkeypat
         if record.step == 6:
             monkeypatch.setattr("rpft.train.loop.save_result", interrupted_save)
 
-    import rpft.train.loop
-
     save = rpft.train.loop.save_result
 
     def interrupted_save(*arguments):
@@ -100,5 +103,26 @@ def test_an_interrupt_in_mid_accumulation_counts_whole_steps_only(project, monke
         assert made.train("stopped", "train.max_steps=3", "engine.num_microbatches=4").code == 130
     assert made.outcome("stopped").checkpoints == ["step-00000002"]
     resumed = made.train_well("stopped", "train.max_steps=3", "--resume")
+    assert resumed.numbers == unbroken.numbers
+    assert resumed.result == unbroken.result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wait_seconds", [0.0, 0.02, 0.05])
+def test_a_killed_process_goes_on_from_its_last_whole_checkpoint(wait_seconds, runs):
+    made, _ = runs
+    words = ("train.max_steps=40", "checkpoint.every_steps=1", "train.eval_every=null")
+    unbroken = made.train_well(f"forty {wait_seconds}", *words)
+    output = made.folder / f"killed {wait_seconds}"
+    command = [sys.executable, "-m", "rpft", "train", str(made.recipe), f"output_dir={output}", *words]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        while process.poll() is None and not list(output.glob("checkpoints/step-00000005")):
+            time.sleep(0.005)
+        time.sleep(wait_seconds)
+    finally:
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    resumed = made.train_well(output.name, *words, "--resume")
     assert resumed.numbers == unbroken.numbers
     assert resumed.result == unbroken.result

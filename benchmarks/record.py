@@ -1,0 +1,49 @@
+"""Writes a benchmark's figures as JSON, with what is needed to repeat them."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def machine(devices: list[str]) -> str:
+    """``devices`` (names of the GPUs, or the CPU pool), processors and software, in one line."""
+    names = " + ".join(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices))
+    return (
+        f"{names}, {os.cpu_count()} {platform.machine()} cores, torch {torch.__version__},"
+        f" transformers {transformers.__version__}, Python {platform.python_version()}"
+    )
+
+
+def commit() -> str:
+    """The commit of the checkout, or unknown where there is none."""
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or "unknown"
+
+
+def write_record(path: Path, name: str, machine: str, results: list[dict[str, Any]], **more: Any) -> None:
+    """``results``: [{case, metric, value, unit}]; ``more`` goes beside them."""
+    record = {
+        "name": name,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "machine": machine,
+        "command": " ".join(["python", *sys.argv]),
+        "commit": commit(),
+        **more,
+        "results": results,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

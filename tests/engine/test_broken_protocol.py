@@ -1,0 +1,93 @@
+"""A protocol with one wait less is caught: the numbers differ, turn to NaN, or the run raises.
+
+Orders 1 to 4 are those of rpft/engine/controller.py. Order 5 is no event: one thread makes all updates.
+"""
+
+import pytest
+from support.engines import plan_of, run_engine
+from support.sabotage import Sabotage
+
+from rpft.engine.failure import EngineError
+
+THREE = plan_of([(0, 1), (2, 3)], [(4, 5), (2, 3), (0, 1)], 2, "stage")
+ONE = plan_of([(0, 4)], [(5, 5), (0, 4)], 2, "stage")
+
+# what is broken: plan, update_lag, (stream that waits, what for, number of the wait, tasks until the harm)
+BREACHES = {
+    "order 1: the optimizer writes weights before their upload": (THREE, 1, ("optimizer", "reader", 7)),
+    "order 2: an upload starts before the optimizer's write": (THREE, 0, ("weights up", "written")),
+    "order 3: the optimizer reads a gradient before it landed": (THREE, 0, ("optimizer", "landed")),
+    "order 4: a gradient lands before the optimizer read the last": (
+        THREE,
+        1,
+        ("gradients down", "gradient used"),
+    ),
+    "compute starts before the weights are there": (THREE, 0, ("compute", "uploaded", 1, 2)),
+    "compute starts before its input is there": (THREE, 0, ("compute", "arrived")),
+    "compute starts before the last round's gradients are there": (THREE, 0, ("compute", "computed", 0, 2)),
+    "compute sums into a gradient buffer that is going down": (THREE, 0, ("compute", "gradient buffer free", 4)),
+    "weights go up into a buffer in use": (THREE, 0, ("weights up", "weight buffer free")),
+    "gradients go up into a buffer in use": (THREE, 0, ("weights up", "gradient buffer free")),
+    "gradients go up before those of the last round landed": (THREE, 0, ("weights up", "landed")),
+    "an input goes up into a buffer in use": (THREE, 0, ("activations up", "input buffer free")),
+    "an input goes up before it was delivered": (THREE, 0, ("activations up", "delivered")),
+    "an output goes down before it was computed": (THREE, 0, ("activations down", "computed")),
+    "an output goes down over one that is still to be read": (ONE, 0, ("activations down", "arrived", 2)),
+    "gradients go down before they are computed": (THREE, 0, ("gradients down", "computed")),
+    "the step's loss is read before it is there": (THREE, 0, ("optimizer", "loss", 1)),
+}
+
+
+@pytest.fixture(scope="module")
+def run(checkpoint):
+    """run(name of the breach, sabotage or None) -> outcome."""
+
+    def run(name, sabotage):
+        plan, update_lag, _ = BREACHES[name]
+        doubles = (
+            {} if sabotage is None else {"make_device": sabotage.make_device, "before_run": sabotage.before_run}
+        )
+        return run_engine(
+            checkpoint("llama"), plan, 2, microbatches=4, steps=2 + update_lag, update_lag=update_lag, **doubles
+        )
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def expected(run):
+    known = {}
+
+    def of(name):
+        key = BREACHES[name][:2]
+        if key not in known:
+            known[key] = run(name, None)
+        return known[key]
+
+    return of
+
+
+@pytest.mark.parametrize("name", BREACHES)
+def test_a_wait_left_out_is_caught(name, run, expected):
+    sabotage = Sabotage(*BREACHES[name][2])
+    try:
+        differences = run(name, sabotage).differences(expected(name))
+    except EngineError:
+        differences = ["raised"]
+    assert sabotage.chosen is not None
+    assert sabotage.harmed.is_set() or differences == ["raised"]
+    assert differences != []
+
+
+@pytest.mark.parametrize("name", BREACHES)
+def test_the_same_delay_with_the_wait_in_place_changes_nothing(name, run, expected):
+    sabotage = Sabotage(*BREACHES[name][2], leave_out=False)
+    assert run(name, sabotage).differences(expected(name)) == []
+    assert sabotage.chosen is not None
+
+
+def test_memory_that_a_slot_left_behind_reads_as_nan(run, expected):
+    name = "weights go up into a buffer in use"
+    outcome = run(name, Sabotage(*BREACHES[name][2]))
+    assert any(result.skipped for result in outcome.results)
+    assert not any(result.skipped for result in expected(name).results)

@@ -1,0 +1,71 @@
+"""Memory and threads: a worker holds exactly what the plan says, and nothing grows with the steps."""
+
+import threading
+
+import pytest
+from support.engines import plan_of, random_batches, run_engine
+
+from rpft.engine.cpu import CpuDevice
+from rpft.engine.sizes import worker_sizes
+from rpft.model.adapters import LoraSettings
+
+PLANS = {
+    "the whole model fused": plan_of([], [(0, 5)], 2, "stage"),
+    "the head alone fused": plan_of([(0, 4)], [(5, 5), (0, 4)], 2, "layer"),
+    "small stages": plan_of([(0, 0), (1, 3)], [(4, 5), (3, 3), (1, 2), (0, 0)], 2, "stage"),
+}
+
+
+@pytest.mark.parametrize("lora", [None, LoraSettings(4, 8.0, 0.0, "all-linear")], ids=["full", "LoRA"])
+@pytest.mark.parametrize("name", PLANS)
+def test_a_workers_buffers_are_exactly_what_the_plan_says(name, lora, checkpoint):
+    devices = []
+
+    def make_device(index):
+        devices.append(CpuDevice(index))
+        return devices[-1]
+
+    outcome = run_engine(checkpoint("qwen3"), PLANS[name], 2, lora=lora, make_device=make_device)
+    layouts = [layer.layout for layer in outcome.store.layers]
+    boundary_bytes = 2 * 12 * 64 * 4
+    sizes = worker_sizes(layouts, PLANS[name], boundary_bytes)
+    assert [device.peak_bytes() for device in devices] == [sizes.total_bytes] * 2
+    stages = PLANS[name].forward + PLANS[name].backward
+    assert sizes.weight_bytes == max(sum(layouts[i].region_bytes for i in stage.layers) for stage in stages)
+
+
+@pytest.mark.parametrize("update_lag", [0, 1], ids=["sync", "delayed"])
+def test_fifty_steps_take_no_more_threads_and_no_more_boundaries_than_three(update_lag, checkpoint):
+    threads = set()
+
+    def batches_of(step):
+        threads.add(threading.active_count())
+        return random_batches(2, step, rows=1)
+
+    plan = PLANS["small stages"]
+    few, many = (
+        run_engine(
+            checkpoint("llama"),
+            plan,
+            2,
+            steps=steps,
+            batches_of=batches_of,
+            update_lag=update_lag,
+            evaluate_every=9,
+        )
+        for steps in (3, 50)
+    )
+    assert len(threads) == 1
+    assert many.boundary_buffers == few.boundary_buffers
+    assert not many.results[-1].skipped
+
+
+def test_rows_of_another_length_use_the_same_buffers(checkpoint):
+    def batches_of(step):
+        return random_batches(2, step, rows=1 + step % 2)
+
+    outcomes = [
+        run_engine(checkpoint("llama"), PLANS[name], n, batches_of=batches_of)
+        for n, name in ((1, "the whole model fused"), (2, "small stages"))
+    ]
+    assert outcomes[0].differences(outcomes[1]) == []

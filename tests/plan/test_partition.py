@@ -1,0 +1,138 @@
+"""The balanced plan, and the makespan that it is chosen by."""
+
+import math
+import random
+
+import pytest
+
+from rpft.plan.costs import LayerCost
+from rpft.plan.partition import balanced_plan, choose_num_microbatches, makespan, slot_times
+from rpft.plan.plan import Plan, Stage
+
+# workers, slots a round, rounds, microbatches -> makespan, for slots of equal time. Hand-checked values of the
+# schedule's closed form in the RoundPipe paper (arXiv 2604.27085), with cases of M < N where it does not hold.
+EVEN = [
+    ((4, 6, 2, 4), 15),
+    ((4, 7, 3, 4), 24),
+    ((8, 15, 2, 8), 37),
+    ((4, 6, 2, 5), 18),
+    ((4, 8, 2, 5), 23),
+    ((4, 8, 2, 6), 27),
+    ((4, 7, 2, 6), 25),
+    ((4, 6, 2, 3), 13),
+    ((1, 5, 2, 3), 30),
+    ((2, 3, 1, 2), 4),
+    ((4, 3, 1, 4), 6),
+    ((4, 2, 1, 4), 5),
+    ((4, 2, 5, 4), 13),
+]
+
+
+@pytest.mark.parametrize(("case", "expected"), EVEN)
+def test_makespan_of_equal_slots_is_the_published_one(case, expected):
+    workers, slots, rounds, m = case
+    assert makespan([1.0] * slots, workers, m, rounds) == expected
+
+
+def test_makespan_of_equal_slots_is_the_closed_form_for_m_and_slots_of_at_least_n():
+    for workers in range(1, 6):
+        for slots in range(workers, 9):
+            for rounds in range(1, 4):
+                for m in range(workers, workers + 4):
+                    last = rounds * slots - 1
+                    closed = last // workers * m + last % workers + m
+                    assert makespan([2.0] * slots, workers, m, rounds) == 2.0 * closed
+
+
+def test_makespan_of_uneven_slots_on_one_worker_is_their_sum():
+    assert makespan([1.0, 3.0, 0.5], 1, 4, 2) == 4 * 2 * 4.5
+
+
+def test_rounds_overlap_where_workers_are_left_over():
+    assert makespan([1.0, 1.0], 4, 4, 2) == makespan([1.0, 1.0], 4, 4, 1) == 5
+
+
+def test_makespan_waits_for_the_hidden_state_of_a_slower_slot():
+    # Slot 0 takes 3 a microbatch on worker 0; slot 1 takes 1 and follows each microbatch on worker 1.
+    assert makespan([3.0, 1.0], 2, 2, 1) == 7.0
+
+
+def uniform(blocks, head=1.0):
+    return [LayerCost(0.01, 0.02), *[LayerCost(1.0, 2.0)] * blocks, LayerCost(head, 2 * head)]
+
+
+def uneven(blocks, seed):
+    rng = random.Random(seed)
+    return [
+        LayerCost(x, 2 * x) for x in (0.001, *(rng.uniform(0.5, 3.0) for _ in range(blocks)), rng.uniform(1, 20))
+    ]
+
+
+def span(plan, costs, workers, m, rounds):
+    return makespan(slot_times(plan, costs), workers, m, rounds)
+
+
+@pytest.mark.parametrize("workers", range(1, 9))
+@pytest.mark.parametrize("recompute", ["stage", "layer"])
+def test_the_balanced_plan_is_legal_for_any_depth_and_no_slower_than_one_block_a_stage(workers, recompute):
+    for blocks in range(1, 41):
+        for costs in (uniform(blocks), uniform(blocks, head=18.0), uneven(blocks, seed=blocks)):
+            m = workers + 2
+            plan = balanced_plan(costs, workers, m, 2, recompute, lambda plan: True)
+            assert plan is not None
+            plan.check(blocks + 2)
+            assert (plan.num_microbatches, plan.recompute) == (m, recompute)
+            head = blocks + 1
+            fine = Plan(
+                tuple(Stage(i, i) for i in range(head)),
+                (Stage(head, head), *(Stage(i, i) for i in reversed(range(head)))),
+                m,
+                recompute,
+            )
+            assert span(plan, costs, workers, m, 2) <= span(fine, costs, workers, m, 2) * (1 + 1e-9), blocks
+
+
+def test_the_balanced_plan_keeps_near_the_work_divided_by_the_workers():
+    costs = uniform(36, head=7.0)
+    plan = balanced_plan(costs, 4, 8, 3, "stage", lambda plan: True)
+    assert plan is not None
+    times = slot_times(plan, costs)
+    assert span(plan, costs, 4, 8, 3) < 1.15 * sum(times) * 8 * 3 / 4
+
+
+def test_slot_times_count_the_recompute_in_backward_stages_and_none_in_forward():
+    plan = Plan((Stage(0, 1),), (Stage(2, 3), Stage(0, 1)), 1, "stage")
+    costs = [LayerCost(1.0, 2.0), LayerCost(10.0, 20.0), LayerCost(100.0, 200.0), LayerCost(1000.0, 2000.0)]
+    assert slot_times(plan, costs) == [11.0, 3300.0, 33.0]
+
+
+def longest(plan):
+    return max(len(stage.layers) for stage in plan.forward + plan.backward)
+
+
+def test_only_plans_that_fit_are_taken():
+    asked = []
+
+    def fits(plan):
+        asked.append(plan)
+        return longest(plan) <= 3
+
+    plan = balanced_plan(uniform(12), 2, 4, 1, "stage", fits)
+    assert plan in asked
+    assert plan is not None
+    assert longest(plan) <= 3
+    free = balanced_plan(uniform(12), 1, 4, 1, "stage", lambda plan: True)
+    assert free is not None
+    assert longest(free) > 3
+
+
+def test_there_is_no_plan_where_none_fits():
+    assert balanced_plan(uniform(12), 2, 4, 1, "stage", lambda plan: False) is None
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "m"), [(1, 1), (2, 2), (12, 12), (16, 16), (17, 1), (24, 12), (32, 16), (34, 2)]
+)
+def test_m_is_the_largest_divisor_up_to_sixteen(accumulation, m):
+    assert choose_num_microbatches(accumulation) == m
+    assert math.gcd(accumulation, m) == m
