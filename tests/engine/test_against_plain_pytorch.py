@@ -148,3 +148,15 @@ def test_microbatches_of_1_and_9_tokens_weigh_by_their_tokens(checkpoint):
     for split, whole in zip(outcomes[0].results, outcomes[1].results, strict=True):
         assert split.loss_sum == pytest.approx(whole.loss_sum, rel=1e-5)
         assert split.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5)
+
+
+def test_a_microbatch_without_a_trained_token_adds_nothing(checkpoint):
+    nothing = torch.zeros(0, dtype=torch.long)
+    batches = random_batches(2, seed=1)
+    empty = HostBatch(batches[0].input_ids, None, nothing, nothing)
+    with_it, without = (
+        run_engine(checkpoint("qwen3"), PLAN, 2, batches_of=lambda step, given=given: given)
+        for given in ([batches[0], empty, batches[1]], batches)
+    )
+    assert with_it.results == without.results
+    assert with_it.eval_loss_sums == without.eval_loss_sums

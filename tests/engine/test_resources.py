@@ -3,11 +3,13 @@
 import threading
 
 import pytest
+import torch
 from support.engines import plan_of, random_batches, run_engine
 
 from rpft.engine.cpu import CpuDevice
 from rpft.engine.sizes import worker_sizes
 from rpft.model.adapters import LoraSettings
+from rpft.plan.bill import ModelShape, make_bill
 
 PLANS = {
     "the whole model fused": plan_of([], [(0, 5)], 2, "stage"),
@@ -69,3 +71,22 @@ def test_rows_of_another_length_use_the_same_buffers(checkpoint):
         for n, name in ((1, "the whole model fused"), (2, "small stages"))
     ]
     assert outcomes[0].differences(outcomes[1]) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", PLANS)
+def test_the_bill_counts_the_store_exactly_and_never_too_few_hidden_states(name, dtype, checkpoint):
+    plan = PLANS[name]
+    outcome = run_engine(checkpoint("qwen3"), plan, 2, microbatches=4, dtype=dtype, evaluate_every=1)
+    layers = outcome.store.layers
+    shape = ModelShape(hidden_size=64, intermediate_size=96, vocab_size=320, itemsize=dtype.itemsize)
+    bill = make_bill(plan, [layer.layout for layer in layers], shape, max_tokens=24, head_chunk_tokens=8)
+    buffers = [
+        tensor.untyped_storage()
+        for layer in layers
+        for tensor in (layer.weights, layer.gradient, layer.master, layer.exp_avg, layer.exp_avg_sq)
+    ]
+    held = {storage.data_ptr(): storage.nbytes() for storage in buffers if storage.nbytes()}
+    assert bill.host_parts["weights, gradients, optimizer state"] == sum(held.values())
+    boundaries = outcome.boundary_buffers * 24 * 64 * dtype.itemsize
+    assert bill.host_parts["hidden states between stages"] >= boundaries

@@ -1,5 +1,7 @@
 """Learning-rate schedules: end points, warm-up, and no state, so that a resumed run needs none."""
 
+from itertools import pairwise
+
 import pytest
 
 from rpft.optim.schedule import Schedule
@@ -23,7 +25,7 @@ def test_the_rate_never_rises_after_the_warm_up_and_ends_where_it_should(name, w
     after = rates[max(0, schedule.warmup_steps - 1) :]
     assert max(rates) <= 1e-3
     assert min(rates) > 0.0
-    assert all(b <= a for a, b in zip(after, after[1:], strict=False))
+    assert all(b <= a for a, b in pairwise(after))
     assert rates[-1] > 1e-4
     assert schedule(41) == pytest.approx(1e-3 if name == "constant" else 1e-4)
 

@@ -27,6 +27,7 @@ from rpft.optim.schedule import Schedule
 from rpft.plan.plan import Plan, Stage
 
 SEQUENCE = 12
+ALGORITHM = AdamW(weight_decay=0.1)
 
 
 def plan_of(
@@ -74,9 +75,11 @@ class Outcome:
         if self.eval_loss_sums != other.eval_loss_sums:
             found.append(f"evaluation {self.eval_loss_sums} != {other.eval_loss_sums}")
         for a, b in zip(self.store.layers, other.store.layers, strict=True):
-            for kind in ("weights", "master", "exp_avg", "exp_avg_sq"):
-                if not torch.equal(getattr(a, kind), getattr(b, kind)):
-                    found.append(f"{kind} of layer {a.layout.layer}")
+            found += [
+                f"{kind} of layer {a.layout.layer}"
+                for kind in ("weights", "master", "exp_avg", "exp_avg_sq")
+                if not torch.equal(getattr(a, kind), getattr(b, kind))
+            ]
         return found
 
 
@@ -111,7 +114,7 @@ def run_engine(
     dtype: torch.dtype = torch.float32,
     max_grad_norm: float | None = 1.0,
     learning_rate: float = 1e-2,
-    algorithm: AdamW = AdamW(weight_decay=0.1),
+    algorithm: AdamW = ALGORITHM,
     seed: int = 3,
     make_device: Callable[[int], Device] = CpuDevice,
     batches_of: Callable[[int], list[HostBatch]] | None = None,

@@ -238,7 +238,12 @@ def best_at_step_6(monkeypatch):
 @pytest.mark.usefixtures("best_at_step_6")
 def test_keep_best_keeps_the_checkpoint_with_the_lowest_loss_beside_the_last(ten_rows):
     made, _ = ten_rows
-    words = ("train.eval_every=3", "checkpoint.every_steps=4", "checkpoint.keep_last=1", "checkpoint.keep_best=true")
+    words = (
+        "train.eval_every=3",
+        "checkpoint.every_steps=4",
+        "checkpoint.keep_last=1",
+        "checkpoint.keep_best=true",
+    )
     assert made.train_well("best", *words).checkpoints == ["step-00000006", "step-00000012"]
 
 
