@@ -72,7 +72,7 @@ class PoolLoop:
     """The same through the engine, one worker."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, num_microbatches: int, max_tokens: int) -> None:
-        skeleton = cut(build_model(read_config(folder, False), dtype, "auto"))
+        skeleton = cut(build_model(read_config(folder), dtype, "auto"))
         store = HostStore(build_layers(skeleton, dtype))
         load_checkpoint(Checkpoint(folder), skeleton, store)
         failure, delays = Failure(), Delays(None)

@@ -47,7 +47,8 @@ class SlotRun:
             for binding in self._layouts[layer].bindings:
                 at = start + binding.byte_offset
                 num_bytes = math.prod(binding.shape) * binding.dtype.itemsize
-                tensor = self._buffer[at : at + num_bytes].view(binding.dtype).view(binding.shape)
+                # `data`: a module that sets a weight to itself (peft does) must not count as writing the others.
+                tensor = self._buffer[at : at + num_bytes].view(binding.dtype).view(binding.shape).data
                 if with_gradients and binding.grad_offset is not None:
                     tensor = tensor.detach().requires_grad_()
                     leaves[binding.name] = tensor

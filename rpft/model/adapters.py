@@ -85,6 +85,12 @@ def initialise_lora(skeleton: Skeleton, store: HostStore, seed: int) -> None:
             container.to("meta")  # the store alone holds weights
 
 
+def caches_parametrizations(module: torch.nn.Module) -> bool:
+    """Whether ``module`` has adapters of bare parameters (fused experts), which peft keeps in torch's cache."""
+    # By name: importing peft takes a second, which a full run has no use for.
+    return any(type(child).__name__ == "ParamWrapper" for child in module.modules())
+
+
 def save_lora(peft_model: Any, store: HostStore, folder: Path) -> None:
     """Writes adapter_model.safetensors and adapter_config.json into ``folder``."""
     state = {

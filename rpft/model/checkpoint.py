@@ -48,14 +48,14 @@ def resolve_checkpoint(path: str, revision: str | None) -> Path:
         ) from error
 
 
-def read_config(folder: Path, trust_remote_code: bool) -> Any:
+def read_config(folder: Path) -> Any:
     """The model's config; UserError for a folder without one or an already quantised checkpoint."""
     from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():
         raise UserError(f"model.path {folder}: no config.json in it; a Hugging Face checkpoint folder is needed")
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{folder / 'config.json'}: {str(error).splitlines()[0]}") from error
     if getattr(config, "quantization_config", None) is not None:

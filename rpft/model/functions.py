@@ -9,7 +9,9 @@ Shapes: hidden state [rows, sequence, hidden]; ids, labels and positions [rows, 
 from __future__ import annotations
 
 import copy
+import threading
 from collections import OrderedDict
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
+from rpft.model.adapters import caches_parametrizations
 from rpft.model.dropout import mix, placed_dropout
 from rpft.model.skeleton import (
     EmbeddingStub,
@@ -34,6 +37,9 @@ Weights = dict[str, torch.Tensor]
 
 HEAD_CHUNK_TOKENS = 1024
 """Tokens whose logits exist at once: 0.6 GB in float32 at a vocabulary of 150,000."""
+
+_ONE_THREAD = threading.Lock()
+"""Held by a forward pass that uses torch's cache of parametrizations, which is one for the whole process."""
 
 _CONTEXTS_KEPT = 4
 """Contexts remembered a worker: unpacked microbatches of one shape share theirs."""
@@ -82,6 +88,7 @@ class LayerFunctions:
         self._kinds = kinds_of_blocks(skeleton)
         first_of_kind = [self._kinds.index(kind) for kind in range(max(self._kinds) + 1)]
         self._templates = [self._place(copy.deepcopy(skeleton.blocks[i])) for i in first_of_kind]
+        self._caches = [caches_parametrizations(template) for template in self._templates]
 
         self._state = ShellState(skeleton.returns_tuple)
         self._front = self._place(self._without_blocks(skeleton))
@@ -167,7 +174,8 @@ class LayerFunctions:
         call = self.context(batch)[layer - 1]
         template = self._templates[self._kinds[layer - 1]]
         own = self._strip(weights, self._block_prefixes[layer - 1])
-        with placed_dropout(place):
+        alone = _ONE_THREAD if self._caches[self._kinds[layer - 1]] else nullcontext()
+        with placed_dropout(place), alone:
             out = functional_call(template, own, (hidden, *call.args), call.kwargs)
         return out[0] if isinstance(out, tuple) else out
 

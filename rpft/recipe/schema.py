@@ -30,10 +30,6 @@ class Model(Section):
         description="Attention implementation. auto: sdpa where the model family has it. eager: slower, "
         "with memory quadratic in the sequence length, and works with every family.",
     )
-    trust_remote_code: bool = Field(
-        default=False,
-        description="Run the Python code that comes with the checkpoint. Only for sources you trust.",
-    )
     revision: str | None = Field(
         default=None,
         description="Branch, tag or commit of a hub id. null: the default branch, which may move.",

@@ -73,7 +73,7 @@ def run_identity(prepared: Prepared) -> dict[str, Any]:
     """What decides the numbers of a run; workers, plan and logging do not."""
     recipe, order = prepared.recipe, prepared.data.order
     return {
-        "model": recipe.model.model_dump(mode="json", exclude={"trust_remote_code"}),
+        "model": recipe.model.model_dump(mode="json"),
         "adapter": recipe.adapter.model_dump(mode="json") if recipe.adapter else None,
         "train": recipe.train.model_dump(mode="json", exclude={"eval_every", "resume_from_checkpoint"}),
         "optimizer": recipe.optimizer.model_dump(mode="json"),

@@ -53,7 +53,7 @@ class Prepared:
 def prepare(recipe: Recipe) -> Prepared:
     """Reads config, tokenizer and data, builds skeleton and plan, checks memory; UserError where it fails."""
     folder = resolve_checkpoint(recipe.model.path, recipe.model.revision)
-    config = read_config(folder, recipe.model.trust_remote_code)
+    config = read_config(folder)
     checkpoint = Checkpoint(folder)
     devices = make_pool(recipe.engine.device, recipe.engine.workers, recipe.engine.vram_limit)
     dtype = getattr(torch, recipe.model.dtype)
@@ -64,7 +64,7 @@ def prepare(recipe: Recipe) -> Prepared:
             f"the longest row has {data.longest} tokens with padding, the model has {positions} positions;"
             f" set data.max_seq_len to at most {positions - positions % PAD_TO_MULTIPLE}"
         )
-    model_config = read_config(folder, recipe.model.trust_remote_code)  # building changes it
+    model_config = read_config(folder)  # building changes it
     skeleton = cut(build_model(model_config, dtype, recipe.model.attention))
     if recipe.data.packing:
         verify_packing(skeleton, dtype)

@@ -52,7 +52,7 @@ def load_data(recipe: Recipe, folder: Path) -> RunData:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=recipe.model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         said = str(error).splitlines()[0]
         raise UserError(

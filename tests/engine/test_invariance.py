@@ -83,6 +83,19 @@ def test_more_workers_than_slots_or_fewer_give_the_same_bits(workers, recompute,
     assert outcome.differences(expected(name)) == []
 
 
+@pytest.mark.parametrize("name", ["llama delayed", "qwen3, tied, bf16, delayed"])
+@pytest.mark.parametrize("num_microbatches", [2, MICROBATCHES])
+def test_delayed_updates_never_wait_for_an_upload_that_waits_for_them(
+    name, num_microbatches, expected, checkpoint
+):
+    """Many backward slots on one worker: their gradients must land before the last weights can be uploaded."""
+    layers = [(i, i) for i in range(5)]
+    plan = plan_of(layers, [(5, 5), *reversed(layers)], num_microbatches, "stage")
+    family, settings = RUNS[name]
+    outcome = run_engine(checkpoint(family), plan, 1, microbatches=MICROBATCHES, **settings)
+    assert outcome.differences(expected(name)) == []
+
+
 @pytest.mark.parametrize("num_microbatches", [1, 2, 3, 4, 5])
 def test_any_m_gives_the_same_bits_with_a_short_last_round_too(num_microbatches, expected, checkpoint):
     plan = plan_of([(0, 2), (3, 4)], [(5, 5), (2, 4), (0, 1)], num_microbatches, "stage")

@@ -207,21 +207,21 @@ def test_a_folder_with_an_adapter_alone_is_refused_with_advice(tmp_path: Path) -
 
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no config\.json in it"):
-        read_config(tmp_path, trust_remote_code=False)
+        read_config(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"model_type": "no_such_family"}'])
 def test_a_config_that_transformers_cannot_read_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=r"config\.json"):
-        read_config(tmp_path, trust_remote_code=False)
+        read_config(tmp_path)
 
 
 def test_a_quantised_checkpoint_is_refused(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path, "llama")
     change_config(tmp_path, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
     with pytest.raises(UserError, match="the checkpoint is quantised"):
-        read_config(tmp_path, trust_remote_code=False)
+        read_config(tmp_path)
 
 
 @pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all", "~/nowhere", "a/b/c", "nowhere"])

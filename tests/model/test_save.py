@@ -46,7 +46,7 @@ def changed(folder: Path, dtype: torch.dtype = torch.float32) -> Loaded:
 
 def save(loaded: Loaded, base: Path, folder: Path, **settings: int) -> Path:
     folder.mkdir()
-    save_model(loaded.skeleton, loaded.store, read_config(base, trust_remote_code=False), folder, **settings)
+    save_model(loaded.skeleton, loaded.store, read_config(base), folder, **settings)
     return folder
 
 
@@ -141,7 +141,7 @@ def test_the_generation_config_is_the_checkpoint_s(tmp_path: Path) -> None:
 def test_a_result_replaces_an_older_folder_whole_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path / "base", "llama")
     loaded = changed(tmp_path / "base")
-    config = read_config(tmp_path / "base", trust_remote_code=False)
+    config = read_config(tmp_path / "base")
     out = tmp_path / "out"
     target = out / "model"
     for leftover in ("model", "model.partial", "model.old"):
@@ -157,7 +157,7 @@ def test_a_result_replaces_an_older_folder_whole_and_leaves_nothing_beside_it(tm
 def test_a_save_that_fails_leaves_the_older_result_whole(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path / "base", "llama")
     loaded = load(tmp_path / "base")
-    config = read_config(tmp_path / "base", trust_remote_code=False)
+    config = read_config(tmp_path / "base")
     target = tmp_path / "model"
     save_result(target, loaded.skeleton, loaded.store, config, Tokenizer(), None)
     before = {path.name: path.read_bytes() for path in target.iterdir()}
@@ -170,7 +170,7 @@ def test_the_result_of_an_adapter_is_an_adapter(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path / "base", "llama")
     loaded = load(tmp_path / "base", lora=LoraSettings(4, 8.0, 0.0, ["q_proj"]))
     initialise_lora(loaded.skeleton, loaded.store, 1)
-    config = read_config(tmp_path / "base", trust_remote_code=False)
+    config = read_config(tmp_path / "base")
     target = tmp_path / "out" / "adapter"
     save_result(target, loaded.skeleton, loaded.store, config, Tokenizer(), loaded.peft_model)
     names = {path.name for path in target.iterdir()}

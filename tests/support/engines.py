@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ from rpft.optim.schedule import Schedule
 from rpft.plan.plan import Plan, Stage
 
 SEQUENCE = 12
+HANG_SECONDS = 120.0
+"""A run that takes longer fails; the longest takes 5 seconds."""
 ALGORITHM = AdamW(weight_decay=0.1)
 
 
@@ -122,7 +125,7 @@ def run_engine(
     evaluate_every: int = 0,
 ) -> Outcome:
     """Trains the checkpoint in ``folder`` for ``steps`` steps; raises the engine's fault, if any."""
-    config = read_config(folder, trust_remote_code=False)
+    config = read_config(folder)
     skeleton = cut(build_model(config, dtype, "auto"))
     if lora is not None:
         inject_lora(skeleton, lora, str(folder))
@@ -149,6 +152,9 @@ def run_engine(
     )
     batches_of = batches_of or (lambda step: random_batches(microbatches, step))
     evaluations: list[float] = []
+    watchdog = threading.Timer(HANG_SECONDS, lambda: failure.set(TimeoutError("the engine hangs")))
+    watchdog.daemon = True
+    watchdog.start()
     try:
         if before_run is not None:
             before_run(engine, optimizer)
@@ -160,6 +166,7 @@ def run_engine(
         results = [optimizer.wait(step) for step in range(1, steps + 1)]
         evaluations.append(engine.evaluate(random_batches(3, seed=99)))
     finally:
+        watchdog.cancel()
         still_running = engine.close()
         optimizer.close()
         ended = optimizer.join(5.0)

@@ -164,7 +164,7 @@ class Loaded:
 
 def skeleton_of(folder: Path, dtype: torch.dtype = torch.float32) -> Skeleton:
     """The skeleton of the checkpoint in ``folder``."""
-    return cut(build_model(read_config(folder, trust_remote_code=False), dtype, "auto"))
+    return cut(build_model(read_config(folder), dtype, "auto"))
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, lora: LoraSettings | None = None) -> Loaded:

@@ -15,6 +15,7 @@ PROJECTS = {
     "qwen3, tied": ("qwen3", SECTIONS),
     "llama, untied": ("llama", SECTIONS),
     "llama, LoRA with dropout": ("llama", {**SECTIONS, **LORA}),
+    "mixtral, LoRA on experts too": ("mixtral", {**SECTIONS, "adapter": {"r": 4}}),
     "gpt2 with dropout, delayed": ("gpt2", {**SECTIONS, "optimizer": {"update": "delayed"}}),
     "qwen3, tied, bfloat16": ("qwen3", {**SECTIONS, "model": {"dtype": "bfloat16"}}),
 }
