@@ -12,8 +12,8 @@ PLAN = plan_of([(0, 1), (2, 3)], [(4, 5), (2, 3), (0, 1)], 2, "stage")
 MICROBATCHES = 4
 
 
-def poison(kind, bad_calls):
-    """before_run: the heads of all workers spoil the microbatches of these numbers, counted over the run."""
+def poison(kind):
+    """before_run: the heads of all workers spoil the microbatches that are marked bad."""
 
     def before_run(engine, optimizer):
         for worker in engine._workers:
@@ -54,7 +54,7 @@ def run(folder, kind, seeds, bad_steps=(), **settings):
         2,
         steps=len(seeds),
         batches_of=batches_with(bad_steps, seeds),
-        before_run=poison(kind, bad_steps),
+        before_run=poison(kind),
         **settings,
     )
 

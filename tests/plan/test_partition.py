@@ -9,8 +9,8 @@ from rpft.plan.costs import LayerCost
 from rpft.plan.partition import balanced_plan, choose_num_microbatches, makespan, slot_times
 from rpft.plan.plan import Plan, Stage
 
-# workers, slots a round, rounds, microbatches -> makespan, for slots of equal time. Hand-checked values of the
-# schedule's closed form in the RoundPipe paper (arXiv 2604.27085), with cases of M < N where it does not hold.
+# (workers, slots a round, rounds, microbatches) -> makespan, for slots of time 1: values of the closed form in the
+# RoundPipe paper (arXiv 2604.27085). It needs M >= N; where M is less the value is an independent event model's.
 EVEN = [
     ((4, 6, 2, 4), 15),
     ((4, 7, 3, 4), 24),
