@@ -25,17 +25,14 @@ from rpft.engine.failure import Failure
 from rpft.engine.slot import HostBatch
 from rpft.engine.streams import Delays
 from rpft.model.adapters import LoraSettings, initialise_lora, inject_lora
-from rpft.model.functions import HEAD_CHUNK_TOKENS
 from rpft.model.host_store import HostStore
 from rpft.model.layers import build_layers
 from rpft.model.skeleton import build_model, cut
 from rpft.optim.adamw import AdamW
 from rpft.optim.host_optimizer import HostOptimizer
 from rpft.optim.schedule import Schedule
-from rpft.plan.bill import Bill, ModelShape, gib, make_bill
-from rpft.plan.costs import layer_costs
-from rpft.plan.partition import balanced_plan
-from rpft.plan.plan import Plan
+from rpft.plan.bill import Workload, gib, make_bill
+from rpft.plan.choose import choose_plan, model_shape
 
 DTYPE = torch.bfloat16
 
@@ -117,20 +114,13 @@ class Run:
             inject_lora(skeleton, LoraSettings(arguments.lora, 2 * arguments.lora, 0.0, "all-linear"), "random")
         layouts = build_layers(skeleton, DTYPE)
         max_tokens = self.rows // self.microbatches * self.sequence
-        shape = ModelShape(config.hidden_size, config.intermediate_size, config.vocab_size, DTYPE.itemsize)
-
-        def bill(plan: Plan) -> Bill:
-            return make_bill(plan, layouts, shape, max_tokens, HEAD_CHUNK_TOKENS)
-
-        costs, plan = layer_costs(layouts, skeleton), None
-        for grain in ("stage", "layer"):
-            plan = plan or balanced_plan(
-                costs, len(self.devices), self.microbatches, 1, grain, lambda p: bill(p).device <= limit
-            )
-        if plan is None:
-            sys.exit("no plan fits under the VRAM limit")
-        self.plan, self.bill = plan, bill(plan)
-        store = HostStore(layouts, self.devices[0].allocate_host)
+        delayed = arguments.update == "delayed"
+        work = Workload(model_shape(config, DTYPE.itemsize), max_tokens, self.microbatches, delayed)
+        self.plan = choose_plan(layouts, skeleton, work, len(self.devices), self.microbatches, "auto", limit)
+        self.bill = make_bill(self.plan, layouts, work)
+        if self.bill.device > limit:
+            sys.exit(f"the smallest plan takes {gib(self.bill.device)} of VRAM")
+        store = HostStore(layouts, self.devices[0].allocate_host, separate_masters=delayed)
         fill_randomly(store, self.devices[0].torch_device)
         if arguments.lora:
             initialise_lora(skeleton, store, 0)
@@ -139,12 +129,12 @@ class Run:
         self.engine = Engine(
             skeleton,
             store,
-            plan,
+            self.plan,
             self.devices,
             dtype=DTYPE,
             max_tokens=max_tokens,
             seed=0,
-            update_lag=1 if arguments.update == "delayed" else 0,
+            update_lag=int(delayed),
             send_update=self.optimizer.submit,
             failure=failure,
             delays=delays,

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import torch
 
-from rpft.engine.sizes import region_starts
 from rpft.engine.slot import HostBatch, Slot, SlotKind, Task
 from rpft.engine.streams import Stream
 from rpft.model.functions import DeviceBatch, LayerFunctions, Weights
 from rpft.model.layout import LayerLayout
 from rpft.plan.plan import Stage
+from rpft.plan.sizes import region_starts
 
 
 class SlotRun:

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 import torch
 
 from rpft.engine.buffers import Boundary, BoundaryPool
-from rpft.engine.sizes import region_starts
 from rpft.engine.slot import GradientCopy, HostBatch, Slot, SlotKind, Task, WeightCopy
 from rpft.engine.streams import Event, happened
 from rpft.engine.worker import Worker
 from rpft.model.dropout import mix
 from rpft.model.host_store import HostStore
 from rpft.plan.plan import Plan, Stage
+from rpft.plan.sizes import region_starts
 
 KeyedBatch = tuple[HostBatch, int | None]
 """A microbatch and the key of its dropout."""

@@ -11,7 +11,6 @@ from rpft.engine.buffers import BoundaryPool
 from rpft.engine.controller import Controller, Losses, Ticket, Update
 from rpft.engine.device import Device
 from rpft.engine.failure import POLL_SECONDS, Failure
-from rpft.engine.sizes import worker_sizes
 from rpft.engine.slot import HostBatch
 from rpft.engine.streams import Delays
 from rpft.engine.worker import Worker
@@ -19,6 +18,7 @@ from rpft.model.functions import LayerFunctions
 from rpft.model.host_store import HostStore
 from rpft.model.skeleton import Skeleton, has_dropout
 from rpft.plan.plan import Plan
+from rpft.plan.sizes import worker_sizes
 
 _CLOSE_SECONDS = 5.0
 """All threads end within this after a fault or a close."""

@@ -17,11 +17,11 @@ from rpft.engine.buffers import Boundary, Reading, Ring
 from rpft.engine.compute import SlotRun
 from rpft.engine.device import Device
 from rpft.engine.failure import Failure
-from rpft.engine.sizes import WorkerSizes
 from rpft.engine.slot import HostBatch, Slot, SlotKind
 from rpft.engine.streams import Delays, Event, Stream
 from rpft.model.functions import DeviceBatch, LayerFunctions
 from rpft.model.layout import LayerLayout
+from rpft.plan.sizes import WorkerSizes
 
 _BATCHES_KEPT = 64
 """Microbatches whose ids and positions stay on a worker: a round's, and the next one's."""

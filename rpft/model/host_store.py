@@ -1,7 +1,7 @@
 """The host store: working weights, gradients, master weights and moments of every layer, flat in RAM.
 
 Per trained parameter in bfloat16: working weight 2 bytes, gradient 4, master 4, two moments 8. In float32
-the working weight is its own master. A frozen parameter has its working weight only.
+the working weight is its own master, unless updates are delayed. A frozen parameter has its working weight only.
 """
 
 from __future__ import annotations
@@ -45,15 +45,21 @@ class HostLayer:
 
     @property
     def master_is_working(self) -> bool:
-        """True in float32, where the optimizer writes straight into the working weights."""
+        """Whether the optimizer writes straight into the working weights."""
         return self.layout.num_trained > 0 and self.master.data_ptr() == self.weights.data_ptr()
 
 
 class HostStore:
     """All layers' host buffers, addressed by layer number and tensor name."""
 
-    def __init__(self, layouts: list[LayerLayout], allocate: HostAllocator = pageable) -> None:
-        """Allocates every buffer. Weights and gradients cross the link and come from ``allocate``."""
+    def __init__(
+        self, layouts: list[LayerLayout], allocate: HostAllocator = pageable, *, separate_masters: bool = False
+    ) -> None:
+        """Allocates every buffer. Weights and gradients cross the link and come from ``allocate``.
+
+        ``separate_masters``: float32 weights have masters of their own too, which a delayed update needs: it
+        is computed while the old weights are still being read.
+        """
         self.layers: list[HostLayer] = []
         self._layer_of: dict[str, int] = {}
         for layout in layouts:
@@ -61,7 +67,7 @@ class HostStore:
             floats = layout.num_trained
             gradient = allocate(layout.grad_elements * 4).view(torch.float32)
             trained = [spec for spec, _ in layout.own.values() if spec.trained]
-            if trained and trained[0].dtype == torch.float32:
+            if trained and trained[0].dtype == torch.float32 and not separate_masters:
                 master = weights[: floats * 4].view(torch.float32)
             else:
                 master = torch.zeros(floats)
@@ -123,11 +129,11 @@ class HostStore:
         return sum(s.num_elements for layer in self.layers for s, _ in layer.layout.own.values())
 
 
-def store_bytes(layouts: list[LayerLayout]) -> int:
+def store_bytes(layouts: list[LayerLayout], separate_masters: bool = False) -> int:
     """Host bytes that a store of these layouts takes, exactly."""
     total = 0
     for layout in layouts:
         trained = [spec for spec, _ in layout.own.values() if spec.trained]
-        own_master = bool(trained) and trained[0].dtype != torch.float32
+        own_master = bool(trained) and (separate_masters or trained[0].dtype != torch.float32)
         total += layout.host_bytes + 4 * layout.grad_elements + layout.num_trained * (12 if own_master else 8)
     return total

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -130,18 +130,18 @@ class HostOptimizer:
             self._skipped_in_a_row += 1
         else:
             self._skipped_in_a_row = 0
-        masters: list[torch.Tensor | None] = []
-        for index, layer in enumerate(self._store.layers):
-            changes = layer.layout.num_trained > 0 and not skipped
-            masters.append(self._update_masters(update, index, rate, norm) if changes else None)
+        changed = [layer.layout.num_trained > 0 and not skipped for layer in self._store.layers]
+        for index in range(len(changed)):
+            if changed[index]:
+                self._update_masters(update, index, rate, norm)
             ticket.read[index].set()
             if not update.delayed:
-                self._publish(update, index, masters[index])
+                self._publish(update, index, changed[index])
         if update.delayed:
             # The step that runs must bring down all its gradients before the last of its uploads can be, so no
             # upload is waited for until every layer's gradient is used up; then in the order of its uploads.
-            for index in reversed(range(len(masters))):
-                self._publish(update, index, masters[index])
+            for index in reversed(range(len(changed))):
+                self._publish(update, index, changed[index])
         self.updates_applied += not skipped
         return UpdateResult(ticket.step, loss_sum, rate, norm, skipped, self._skipped_in_a_row, self.skipped_steps)
 
@@ -170,23 +170,21 @@ class HostOptimizer:
             return 1.0
         return min(1.0, self._max_grad_norm / (norm + 1e-6))
 
-    def _update_masters(self, update: Update, index: int, rate: float, norm: float) -> torch.Tensor:
-        """Updates a layer's masters and moments; gives the masters, which ``_publish`` takes over."""
+    def _update_masters(self, update: Update, index: int, rate: float, norm: float) -> None:
+        """Updates a layer's masters and moments."""
         layer = self._store.layers[index]
-        if layer.master_is_working and update.delayed:
-            layer = replace(layer, master=layer.master.clone())
-        elif layer.master_is_working:
+        if layer.master_is_working:
+            assert not update.delayed, "a delayed update needs a store with separate masters"
             self._wait(update.before.readers[index])
         divisor = update.ticket.trained_tokens / self._clip_coefficient(norm)
         self._algorithm.update(layer, rate, self.updates_applied, divisor)
-        return layer.master
 
-    def _publish(self, update: Update, index: int, master: torch.Tensor | None) -> None:
-        """Writes a layer's new working weights, where it has any, when nobody reads the old ones any more."""
+    def _publish(self, update: Update, index: int, changed: bool) -> None:
+        """Writes a layer's new working weights, if it has any, when nobody reads the old ones any more."""
         layer = self._store.layers[index]
-        if master is not None and master.data_ptr() != layer.working.data_ptr():
+        if changed and not layer.master_is_working:
             self._wait(update.before.readers[index])
-            layer.working.copy_(master)
+            layer.working.copy_(layer.master)
         # A layer that is not written holds the new version as soon as it holds the old one.
         self._wait([update.before.written[index]])
         update.after.written[index].set()

@@ -6,11 +6,12 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from rpft.engine.sizes import worker_sizes
 from rpft.errors import UserError
+from rpft.model.functions import HEAD_CHUNK_TOKENS
 from rpft.model.host_store import store_bytes
 from rpft.model.layout import LayerLayout
 from rpft.plan.plan import Plan
+from rpft.plan.sizes import worker_sizes
 
 _PROCESS_BYTES = 3 << 29
 """Interpreter, torch, transformers and tokenised data: 1.5 GiB."""
@@ -40,15 +41,27 @@ class ModelShape:
     itemsize: int
 
 
-def make_bill(
-    plan: Plan, layouts: list[LayerLayout], shape: ModelShape, max_tokens: int, head_chunk_tokens: int
-) -> Bill:
-    """The bill for microbatches of up to ``max_tokens`` (rows x sequence)."""
+@dataclass(frozen=True)
+class Workload:
+    """What of a recipe decides the memory of a run, beside the model and the plan."""
+
+    shape: ModelShape
+    max_tokens: int
+    """Rows x sequence of the largest microbatch."""
+    accumulation: int
+    """Microbatches of a step."""
+    delayed: bool
+    """Whether updates are applied one step late."""
+
+
+def make_bill(plan: Plan, layouts: list[LayerLayout], work: Workload) -> Bill:
+    """What ``plan`` takes for ``work``."""
+    shape, max_tokens = work.shape, work.max_tokens
     boundary = max_tokens * shape.hidden_size * shape.itemsize
     kept = {s.first for stage in plan.backward[1:] for s in plan.segments(stage)}
     crossings = len(kept | {stage.first for stage in plan.forward} | {plan.fused.first}) + 2
     host = {
-        "weights, gradients, optimizer state": store_bytes(layouts),
+        "weights, gradients, optimizer state": store_bytes(layouts, separate_masters=work.delayed),
         "hidden states between stages": crossings * plan.num_microbatches * boundary,
         "process": _PROCESS_BYTES,
     }
@@ -62,7 +75,7 @@ def make_bill(
         "gradients of a segment before they are summed": max(
             sum(layouts[i].grad_elements for i in s.layers) * shape.itemsize for s in segments
         ),
-        "logits of a chunk": min(max_tokens, head_chunk_tokens) * shape.vocab_size * _HEAD_CHUNK_BYTES_PER_LOGIT,
+        "logits of a chunk": min(max_tokens, HEAD_CHUNK_TOKENS) * shape.vocab_size * _HEAD_CHUNK_BYTES_PER_LOGIT,
     }
     trained = sum(layout.num_trained for layout in layouts)
     frozen = any(layout.num_trained == 0 or layout.host_bytes > layout.num_trained * 4 for layout in layouts)

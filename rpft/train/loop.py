@@ -114,7 +114,9 @@ class Trainer:
         if resume_from is not None:
             self._state = read_state(resume_from)
             self._best_step, self._best_loss = self._state.best_step, self._state.best_eval_loss
-        self._store = HostStore(self._prepared.layouts, self._prepared.devices[0].allocate_host)
+        self._store = HostStore(
+            self._prepared.layouts, self._prepared.devices[0].allocate_host, separate_masters=self._delayed
+        )
         load_checkpoint(self._prepared.checkpoint, self._prepared.skeleton, self._store, self._reporter.loading)
         seed = self._recipe.train.seed
         if self._prepared.peft_model is not None:

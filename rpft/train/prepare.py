@@ -12,21 +12,20 @@ from rpft.engine.device import Device, make_pool
 from rpft.errors import UserError
 from rpft.model.adapters import LoraSettings, inject_lora
 from rpft.model.checkpoint import Checkpoint, read_config, resolve_checkpoint
-from rpft.model.functions import HEAD_CHUNK_TOKENS
 from rpft.model.layers import build_layers
 from rpft.model.layout import LayerLayout
 from rpft.model.skeleton import Skeleton, build_model, cut
 from rpft.model.verify import verify_packing
 from rpft.plan.bill import (
     Bill,
-    ModelShape,
+    Workload,
     available_host_bytes,
     make_bill,
     refuse_unless_fits,
     refuse_unless_stored,
 )
-from rpft.plan.costs import layer_costs
-from rpft.plan.partition import balanced_plan, choose_num_microbatches
+from rpft.plan.choose import choose_plan, model_shape
+from rpft.plan.partition import choose_num_microbatches
 from rpft.plan.plan import Plan, read_plan
 from rpft.recipe.schema import Recipe
 from rpft.train.rows import PAD_TO_MULTIPLE, RunData, load_data
@@ -89,18 +88,15 @@ def _plan(
     longest: int,
     dtype: torch.dtype,
 ) -> tuple[Plan, Bill]:
-    settings = recipe.engine
-    text = skeleton.model.config.get_text_config()
-    hidden = text.hidden_size
-    intermediate = getattr(text, "intermediate_size", None) or 4 * hidden
-    shape = ModelShape(hidden, intermediate, text.vocab_size, dtype.itemsize)
-    max_tokens = recipe.train.micro_batch_size * longest
+    """The plan that the recipe names, or the one that suits; refused where RAM, VRAM or disk will not do."""
+    settings, train = recipe.engine, recipe.train
+    work = Workload(
+        model_shape(skeleton.model.config, dtype.itemsize),
+        train.micro_batch_size * longest,
+        train.gradient_accumulation_steps,
+        recipe.optimizer.update == "delayed",
+    )
     vram = min((b for b in (device.memory_bytes() for device in devices) if b is not None), default=None)
-    ram = settings.ram_limit or available_host_bytes()
-
-    def bill(plan: Plan) -> Bill:
-        return make_bill(plan, layouts, shape, max_tokens, HEAD_CHUNK_TOKENS)
-
     if settings.plan is not None:
         plan = read_plan(Path(settings.plan))
         try:
@@ -108,29 +104,9 @@ def _plan(
         except UserError as error:
             raise UserError(f"engine.plan {settings.plan} does not fit {recipe.model.path}: {error}") from None
     else:
-        accumulation = recipe.train.gradient_accumulation_steps
-        size = settings.num_microbatches or choose_num_microbatches(accumulation)
-        costs = layer_costs(layouts, skeleton)
-        grains = ["stage", "layer"] if settings.recompute == "auto" else [settings.recompute]
-        found = None
-        for grain in grains:
-            found = found or balanced_plan(
-                costs,
-                len(devices),
-                size,
-                accumulation // size,
-                grain,
-                lambda plan: vram is None or bill(plan).device <= vram,
-            )
-        # With no plan that fits, the bill of the smallest stages says by how much.
-        plan = found or balanced_plan(
-            costs, len(devices), size, accumulation // size, grains[-1], _one_block_stages
-        )
-        assert plan is not None
-    refuse_unless_fits(bill(plan), ram, vram)
-    refuse_unless_stored(bill(plan), Path(recipe.output_dir))
-    return plan, bill(plan)
-
-
-def _one_block_stages(plan: Plan) -> bool:
-    return all(len(stage.layers) <= 2 for stage in plan.backward)
+        size = settings.num_microbatches or choose_num_microbatches(work.accumulation)
+        plan = choose_plan(layouts, skeleton, work, len(devices), size, settings.recompute, vram)
+    bill = make_bill(plan, layouts, work)
+    refuse_unless_fits(bill, settings.ram_limit or available_host_bytes(), vram)
+    refuse_unless_stored(bill, Path(recipe.output_dir))
+    return plan, bill

@@ -7,9 +7,9 @@ import torch
 from support.engines import plan_of, random_batches, run_engine
 
 from rpft.engine.cpu import CpuDevice
-from rpft.engine.sizes import worker_sizes
 from rpft.model.adapters import LoraSettings
-from rpft.plan.bill import ModelShape, make_bill
+from rpft.plan.bill import ModelShape, Workload, make_bill
+from rpft.plan.sizes import worker_sizes
 
 PLANS = {
     "the whole model fused": plan_of([], [(0, 5)], 2, "stage"),
@@ -80,7 +80,8 @@ def test_the_bill_counts_the_store_exactly_and_never_too_few_hidden_states(name,
     outcome = run_engine(checkpoint("qwen3"), plan, 2, microbatches=4, dtype=dtype, evaluate_every=1)
     layers = outcome.store.layers
     shape = ModelShape(hidden_size=64, intermediate_size=96, vocab_size=320, itemsize=dtype.itemsize)
-    bill = make_bill(plan, [layer.layout for layer in layers], shape, max_tokens=24, head_chunk_tokens=8)
+    work = Workload(shape, max_tokens=24, accumulation=4, delayed=False)
+    bill = make_bill(plan, [layer.layout for layer in layers], work)
     buffers = [
         tensor.untyped_storage()
         for layer in layers

@@ -130,7 +130,7 @@ def run_engine(
     if lora is not None:
         inject_lora(skeleton, lora, str(folder))
     devices = [make_device(i) for i in range(workers)]
-    store = HostStore(build_layers(skeleton, dtype), devices[0].allocate_host)
+    store = HostStore(build_layers(skeleton, dtype), devices[0].allocate_host, separate_masters=update_lag == 1)
     load_checkpoint(Checkpoint(folder), skeleton, store)
     if lora is not None:
         initialise_lora(skeleton, store, seed)
