@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -13,6 +14,26 @@ from rpft.model.functions import DeviceBatch, LayerFunctions, Weights
 from rpft.model.layout import LayerLayout
 from rpft.plan.plan import Stage
 from rpft.plan.sizes import region_starts
+
+
+@dataclass
+class GradientChain:
+    """What one microbatch hands on from task to task of a backward slot, down its segments."""
+
+    hidden: torch.Tensor | None = None
+    """The input of the segment at work, a leaf."""
+    output: torch.Tensor | None = None
+    """What the segment makes of it, with its graph."""
+    grad: torch.Tensor | None = None
+    """The gradient for ``output``; once the segment is done, for ``hidden``."""
+
+    def put(self, grad: torch.Tensor) -> None:
+        self.grad = grad
+
+    def take(self) -> torch.Tensor:
+        grad, self.grad = self.grad, None
+        assert grad is not None
+        return grad
 
 
 class SlotRun:
@@ -88,51 +109,52 @@ class SlotRun:
         assert hidden is not None
         self._losses.append(self._functions.loss(hidden, self._weights[head], self._device_batch(task.batch)))
 
-    def backward(
-        self,
-        task: Task,
-        segment: Stage,
-        hidden: torch.Tensor | None,
-        grad: torch.Tensor | None,
-        produced: dict[int, torch.Tensor],
-    ) -> None:
-        """Runs ``segment`` forward and backward; takes and leaves the running gradient in ``produced[0]``."""
-        fused = self._slot.kind is SlotKind.FUSED
-        layers = segment.layers[:-1] if fused else segment.layers
+    def recompute(self, task: Task, segment: Stage, hidden: torch.Tensor | None, chain: GradientChain) -> None:
+        """Runs the blocks of ``segment`` forward with a graph; in the fused stage this is their only forward."""
         if hidden is not None:
             # Only where a layer below has trained parameters must a gradient go on.
             hidden = hidden.detach().requires_grad_(segment.first > self._first_trained)
         with torch.enable_grad():
-            output = self._run_layers(layers, hidden, task, None)
+            chain.output = self._run_layers(self._blocks(segment), hidden, task, None)
+        chain.hidden = hidden
+
+    def backward(self, task: Task, segment: Stage, chain: GradientChain) -> None:
+        """Takes the gradient for the segment's output from ``chain``, sums weight gradients, leaves the next."""
+        if self._slot.kind is SlotKind.FUSED:
+            chain.put(self._head_backward(task, chain))
+        output, hidden, grad = chain.output, chain.hidden, chain.take()
+        chain.output = chain.hidden = None
         assert output is not None
-        if fused:
-            head = segment.last
-            batch = self._device_batch(task.batch)
-            total, grad, sums = self._functions.loss_and_gradients(
-                output, self._weights[head], batch, self._leaves[head], task.key
-            )
-            self._losses.append(total)
-            for name, value in sums.items():
-                self._sums[head][name].add_(value)
-        elif grad is None:
-            grad = produced.pop(0)
-        leaves = [(layer, name, leaf) for layer in layers for name, leaf in self._leaves[layer].items()]
+        if output is hidden:  # the fused stage is the head alone
+            chain.put(grad)
+            return
+        leaves = [(layer, name, w) for layer in self._blocks(segment) for name, w in self._leaves[layer].items()]
         wanted = [leaf for _, _, leaf in leaves]
-        needs_input = hidden is not None and hidden.requires_grad
-        if needs_input:
-            assert hidden is not None
+        if hidden is not None and hidden.requires_grad:
             wanted.append(hidden)
         if not wanted:
             return
-        if output is hidden:
-            produced[0] = grad
-            return
-        grads = list(torch.autograd.grad(output, wanted, grad, allow_unused=True))
-        if needs_input:
-            produced[0] = grads.pop()
-        for (layer, name, _), value in zip(leaves, grads, strict=True):
+        grads = torch.autograd.grad(output, wanted, grad, allow_unused=True)
+        if len(grads) > len(leaves):
+            chain.put(grads[-1])
+        for (layer, name, _), value in zip(leaves, grads, strict=False):
             if value is not None:  # an expert without a token has none
                 self._sums[layer][name].add_(value)
+
+    def _blocks(self, segment: Stage) -> range:
+        """The layers of a segment but the head, which the fused stage ends with."""
+        return segment.layers[:-1] if self._slot.kind is SlotKind.FUSED else segment.layers
+
+    def _head_backward(self, task: Task, chain: GradientChain) -> torch.Tensor:
+        head = self._slot.stage.last
+        assert chain.output is not None
+        total, grad, sums = self._functions.loss_and_gradients(
+            chain.output, self._weights[head], self._device_batch(task.batch), self._leaves[head], task.key
+        )
+        self._losses.append(total)
+        for name, value in sums.items():
+            self._sums[head][name].add_(value)
+        return grad
 
     def store_losses(self, target: torch.Tensor, stream: Stream) -> None:
         """Copies the loss sums of the slot's microbatches to host ``target``."""

@@ -11,13 +11,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from rpft.engine.buffers import Boundary, Reading, Ring
-from rpft.engine.compute import SlotRun
+from rpft.engine.compute import GradientChain, SlotRun
 from rpft.engine.device import Device
 from rpft.engine.failure import Failure
-from rpft.engine.slot import HostBatch, Slot, SlotKind
+from rpft.engine.slot import HostBatch, Slot, SlotKind, Task
 from rpft.engine.streams import Delays, Event, Stream
 from rpft.model.functions import DeviceBatch, LayerFunctions
 from rpft.model.layout import LayerLayout
@@ -74,12 +77,12 @@ class Worker:
         self._compute.wait(slot.uploaded)
         run = SlotRun(slot, weights, self._functions, self._layouts, self._first_trained, self._device_batch)
         self._compute.run(run.begin, f"{slot} begin")
-        if slot.kind is SlotKind.FORWARD:
+        if slot.kind in (SlotKind.FORWARD, SlotKind.LOSS):
             self._forward_tasks(slot, run)
-        elif slot.kind is SlotKind.LOSS:
-            self._loss_tasks(slot, run)
         else:
             self._gradient_tasks(slot, run)
+        if slot.losses is not None:
+            self._send_losses_down(slot, run)
         self._let_go(weights, freed, f"{slot} end")
 
     # -- copies --------------------------------------------------------------------------------------------
@@ -98,8 +101,8 @@ class Worker:
         up.record(slot.uploaded)
         return buffer, freed
 
-    def _bring_up(self, reading: Reading, ring: Ring, what: str) -> tuple[torch.Tensor, Event]:
-        """Queues the upload of a boundary; gives the device view and the event to record after its last use."""
+    def _bring_up(self, reading: Reading, ring: Ring, what: str) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Queues the upload of a boundary; gives the device view, and what to call behind its last use."""
         buffer, free, freed = ring.next()
         hidden = reading.boundary.hidden
         view = buffer[: hidden.numel() * hidden.dtype.itemsize].view(hidden.dtype).view(hidden.shape)
@@ -109,24 +112,28 @@ class Worker:
         up.run(lambda: view.copy_(hidden, non_blocking=True), what)
         up.record(reading.done)
         self._compute.wait(reading.done)
-        return view, freed
+        return view, lambda: self._let_go(view, freed, what)
+
+    def _bring_input_up(self, task: Task, layer: int, what: str) -> tuple[torch.Tensor | None, Callable[[], None]]:
+        """As ``_bring_up`` for the input of ``layer``; the embedding has none."""
+        if layer == 0:
+            return None, lambda: None
+        return self._bring_up(task.inputs[layer], self._input_ring, f"{what} input")
 
     def _let_go(self, view: torch.Tensor, freed: Event, what: str) -> None:
         """Queues, behind its last use, that a ring buffer is free again."""
         self._compute.run(lambda: self.device.release(view), what)
         self._compute.record(freed)
 
-    def _send_down(
-        self, produced: dict[int, torch.Tensor], key: int, boundary: Boundary, ready: Event, what: str
-    ) -> None:
-        """Queues the download of ``produced[key]``, which exists when ``ready`` is complete."""
+    def _send_down(self, take: Callable[[], torch.Tensor], boundary: Boundary, ready: Event, what: str) -> None:
+        """Queues the download of the tensor that ``take`` gives once ``ready`` is complete."""
         down = self._activations_down
         down.wait(ready)
         for guard in boundary.writable_after:
             down.wait(guard)
 
         def copy() -> None:
-            tensor = produced.pop(key)
+            tensor = take()
             down.uses(tensor)
             boundary.hidden.copy_(tensor, non_blocking=True)
 
@@ -161,68 +168,44 @@ class Worker:
     # -- compute -------------------------------------------------------------------------------------------
 
     def _forward_tasks(self, slot: Slot, run: SlotRun) -> None:
+        """A forward stage, or in an evaluation the fused one, which has losses for an output."""
         for number, task in enumerate(slot.tasks):
             what = f"{slot} microbatch {number}"
-            hidden, freed = None, None
-            if slot.stage.first > 0:
-                hidden, freed = self._bring_up(task.inputs[slot.stage.first], self._input_ring, f"{what} input")
+            hidden, let_go = self._bring_input_up(task, slot.stage.first, what)
+            if slot.kind is SlotKind.LOSS:
+                self._compute.run(partial(run.loss, task, hidden), what)
+                let_go()
+                continue
             produced: dict[int, torch.Tensor] = {}
-            self._compute.run(
-                lambda task=task, hidden=hidden, produced=produced: run.forward(task, hidden, produced), what
-            )
+            self._compute.run(partial(run.forward, task, hidden, produced), what)
             computed = self._compute.record(Event())
-            if hidden is not None and freed is not None:
-                self._let_go(hidden, freed, what)
+            let_go()
             for layer, boundary in task.outputs.items():
-                self._send_down(produced, layer, boundary, computed, f"{what} output")
-
-    def _loss_tasks(self, slot: Slot, run: SlotRun) -> None:
-        for number, task in enumerate(slot.tasks):
-            what = f"{slot} microbatch {number}"
-            hidden, freed = None, None
-            if slot.stage.first > 0:
-                hidden, freed = self._bring_up(task.inputs[slot.stage.first], self._input_ring, f"{what} input")
-            self._compute.run(lambda task=task, hidden=hidden: run.loss(task, hidden), what)
-            if hidden is not None and freed is not None:
-                self._let_go(hidden, freed, what)
-        self._send_losses_down(slot, run)
+                self._send_down(partial(produced.pop, layer), boundary, computed, f"{what} output")
 
     def _gradient_tasks(self, slot: Slot, run: SlotRun) -> None:
+        """The fused stage or a backward one. A segment is recomputed before the gradient for it is waited for."""
         buffer, free, freed = self._gradient_ring.next()
         gradient = buffer.view(torch.float32)
         self._bring_gradients_up(slot, gradient, free)
         self._compute.run(lambda: run.take_gradient_buffer(gradient), f"{slot} begin")
         for number, task in enumerate(slot.tasks):
             what = f"{slot} microbatch {number}"
-            # One cell for the gradient on its way down the segments of this microbatch.
-            produced: dict[int, torch.Tensor] = {}
-            grad_view, grad_freed = None, None
+            chain = GradientChain()
             for segment in slot.segments:
-                hidden, hidden_freed = None, None
-                if segment.first > 0:
-                    hidden, hidden_freed = self._bring_up(
-                        task.inputs[segment.first], self._input_ring, f"{what} input"
-                    )
+                hidden, let_go = self._bring_input_up(task, segment.first, what)
+                self._compute.run(partial(run.recompute, task, segment, hidden, chain), what)
                 if task.grad_input is not None and segment.last == slot.stage.last:
-                    grad_view, grad_freed = self._bring_up(
-                        task.grad_input, self._grad_input_ring, f"{what} gradient"
-                    )
-                self._compute.run(
-                    lambda task=task, segment=segment, hidden=hidden, grad=grad_view, produced=produced: (
-                        run.backward(task, segment, hidden, grad, produced)
-                    ),
-                    what,
-                )
-                if hidden is not None and hidden_freed is not None:
-                    self._let_go(hidden, hidden_freed, what)
-                if grad_view is not None and grad_freed is not None:
-                    self._let_go(grad_view, grad_freed, what)
-                    grad_view, grad_freed = None, None
+                    view, let_go_grad = self._bring_up(task.grad_input, self._grad_input_ring, f"{what} gradient")
+                    self._compute.run(partial(chain.put, view), what)
+                    self._compute.run(partial(run.backward, task, segment, chain), what)
+                    let_go_grad()
+                else:
+                    self._compute.run(partial(run.backward, task, segment, chain), what)
+                let_go()
             if task.grad_output is not None:
                 computed = self._compute.record(Event())
-                self._send_down(produced, 0, task.grad_output, computed, f"{what} gradient")
-        if slot.kind is SlotKind.FUSED:
-            self._send_losses_down(slot, run)
+                self._send_down(chain.take, task.grad_output, computed, f"{what} gradient")
         self._send_gradients_down(slot, gradient, freed)
 
     def _send_losses_down(self, slot: Slot, run: SlotRun) -> None:

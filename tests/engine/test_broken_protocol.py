@@ -24,7 +24,7 @@ BREACHES = {
     ),
     "compute starts before the weights are there": (THREE, 0, ("compute", "uploaded", 1, 2)),
     "compute starts before its input is there": (THREE, 0, ("compute", "arrived")),
-    "compute starts before the last round's gradients are there": (THREE, 0, ("compute", "computed", 0, 2)),
+    "compute starts before the last round's gradients are there": (THREE, 0, ("compute", "computed", 0, 3)),
     "compute sums into a gradient buffer that is going down": (THREE, 0, ("compute", "gradient buffer free", 4)),
     "weights go up into a buffer in use": (THREE, 0, ("weights up", "weight buffer free")),
     "gradients go up into a buffer in use": (THREE, 0, ("weights up", "gradient buffer free")),
