@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 CASES = [
+    "qwen3-1.7b --rows 16 --sequence 4096 --microbatches 8 --steps 5 --workers 1",
     "qwen3-1.7b --rows 16 --sequence 4096 --microbatches 8 --steps 5",
     "qwen3-1.7b --rows 16 --sequence 4096 --microbatches 8 --steps 5 --update delayed",
     "llama-8b --lora 32 --rows 16 --sequence 4096 --microbatches 8 --steps 4",

@@ -136,10 +136,14 @@ def build_model(config: Any, dtype: torch.dtype, attention: str) -> Any:
         if getattr(text_config, extra, False):
             logger.warning("%s = true in config.json is not followed: the loss is cross-entropy alone", extra)
             setattr(text_config, extra, False)
-    wanted = attention
-    if attention == "auto" and getattr(text_config, "attn_logit_softcapping", None):
-        wanted = "eager"  # sdpa has no soft-capping, and some versions of transformers choose it all the same
-    kwargs = {} if wanted == "auto" else {"attn_implementation": wanted}
+    if getattr(text_config, "attn_logit_softcapping", None):
+        if attention == "sdpa":  # some versions of transformers take it and leave the soft-capping out
+            raise UserError(
+                f"model {config.model_type!r} caps its attention scores, which model.attention=sdpa cannot;"
+                " use eager or auto"
+            )
+        attention = "eager"
+    kwargs = {} if attention == "auto" else {"attn_implementation": attention}
     try:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, **kwargs)

@@ -103,3 +103,21 @@ def test_page_locked_memory_is_given_back():
     for _ in range(8):  # an address that is still registered would be refused
         page_locked(1 << 24).fill_(1)
         gc.collect()
+
+
+def test_refused_page_locking_is_said_once_and_copies_still_work(monkeypatch, caplog):
+    from rpft.engine import cuda
+
+    class Refusing:
+        def cudaHostRegister(self, *arguments):
+            return 1
+
+    monkeypatch.setattr(cuda._PageLocking, "refused", False)
+    monkeypatch.setattr(torch.cuda, "cudart", Refusing)
+    tensors = [cuda.page_locked(4096) for _ in range(3)]
+    assert len([r for r in caplog.records if "page-lock" in r.message]) == 1
+    for tensor in tensors:
+        assert not tensor.is_pinned()
+        on_device = torch.empty(4096, dtype=torch.uint8, device="cuda")
+        on_device.copy_(tensor.fill_(7), non_blocking=True)
+        assert on_device.sum().item() == 7 * 4096
