@@ -201,6 +201,7 @@ def write_weights(reader: Any, fields: dict[str, Any], folder: Path) -> None:
         # A copy, because unquantised tensors are views of the file, which goes away.
         weights[parameter_name(tensor.name)] = torch.from_numpy(values.copy()).to(torch.bfloat16)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)  # it comes for the owner alone
 
 
 def get_model(dest: Path) -> bool:

@@ -2,7 +2,7 @@
 
     python scripts/gpu_check.py [--out FOLDER] [--skip-tests]
 
-FOLDER gets gpu_check.json (machine, date, command, commit, results) and the logs. Every case runs under a cap of
+FOLDER gets gpu_check.json (machine, date, command, commit, results) and gpu_check.log. Every case runs under a cap of
 24 GiB of VRAM a GPU; an H200 computes faster and has a wider link than the cards that the cap stands for.
 """
 
@@ -27,7 +27,7 @@ CASES = [
 
 
 def run(words: list[str], log: Path, timeout_seconds: int) -> tuple[int, str]:
-    """Runs Python with ``words`` in the repository; (exit code, output), the output also in ``log``."""
+    """Runs Python with ``words`` in the repository; (exit code, output); the output is added to ``log`` too."""
     command = [sys.executable, *words]
     path = f"{ROOT}:{ROOT / 'benchmarks'}"
     try:
@@ -44,7 +44,8 @@ def run(words: list[str], log: Path, timeout_seconds: int) -> tuple[int, str]:
     except subprocess.TimeoutExpired as error:
         partial = error.stdout or b""
         code, output = 124, partial.decode() if isinstance(partial, bytes) else partial
-    log.write_text(output, encoding="utf-8")
+    with log.open("a", encoding="utf-8") as file:
+        file.write(output)
     return code, output
 
 
@@ -78,19 +79,22 @@ def main() -> int:
     parser.add_argument("--skip-tests", action="store_true")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    log = arguments.out / "gpu_check.log"
+    log.unlink(missing_ok=True)
     worst, rows, results = 0, [], []
     tests = "not run"
     if not arguments.skip_tests:
-        worst, tests = run_tests(arguments.out / "gpu_tests.txt")
-    for number, case in enumerate(CASES):
-        json_file = arguments.out / f"case-{number}.json"
+        worst, tests = run_tests(log)
+    json_file = arguments.out / "case.json"
+    for case in CASES:
         words = ["benchmarks/throughput.py", *case.split(), "--json", str(json_file)]
-        code, output = run(words, arguments.out / f"case-{number}.txt", timeout_seconds=240)
+        code, output = run(words, log, timeout_seconds=240)
         worst = max(worst, code)
         found = re.search(r"RESULT (.*)", output)
         rows.append(found.group(1) if found else f"{case}: failed with exit code {code}\n{output[-1500:]}")
         if json_file.exists():
             results += json.loads(json_file.read_text(encoding="utf-8"))["results"]
+            json_file.unlink()
     import torch
 
     where = machine([torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["no GPU"])
