@@ -2,8 +2,8 @@
 
     python scripts/gpu_check.py [--out FOLDER] [--skip-tests]
 
-FOLDER gets gpu_check.json (machine, date, command, commit, results) and gpu_check.log. Every case runs under a cap of
-24 GiB of VRAM a GPU; an H200 computes faster and has a wider link than the cards that the cap stands for.
+FOLDER gets gpu_check.json (machine, date, command, commit, results) and gpu_check.log. Every case runs under a cap
+of 24 GiB of VRAM a GPU; an H200 computes faster and has a wider link than the cards that the cap stands for.
 """
 
 from __future__ import annotations
