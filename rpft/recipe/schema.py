@@ -176,8 +176,10 @@ class Train(Section):
         "gradient_accumulation_steps rows however many workers there are. More microbatches hide more of the "
         "transfers and of the optimizer, and give fewer steps.",
     )
-    num_epochs: int | None = Field(
-        default=1, ge=1, description="Passes over the training rows. Not read when max_steps is set."
+    num_epochs: float | None = Field(
+        default=1,
+        gt=0,
+        description="Passes over the training rows; may be a fraction. Not read when max_steps is set.",
     )
     max_steps: int | None = Field(
         default=None,
