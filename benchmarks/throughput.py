@@ -37,10 +37,11 @@ from rpft.plan.choose import choose_plan, model_shape
 DTYPE = torch.bfloat16
 
 PRESETS = {
-    # family, vocabulary, hidden, intermediate, blocks, heads, key-value heads, tied
-    "qwen3-1.7b": ("Qwen3", 151936, 2048, 6144, 28, 16, 8, True),
-    "llama-8b": ("Llama", 128256, 4096, 14336, 32, 32, 8, False),
-    "tiny": ("Llama", 512, 64, 192, 4, 4, 2, False),
+    # family, vocabulary, hidden, intermediate, blocks, heads, key-value heads, head size, tied
+    "qwen3-1.7b": ("Qwen3", 151936, 2048, 6144, 28, 16, 8, 128, True),
+    "llama-8b": ("Llama", 128256, 4096, 14336, 32, 32, 8, 128, False),
+    "qwen3-32b": ("Qwen3", 151936, 5120, 25600, 64, 64, 8, 128, False),
+    "tiny": ("Llama", 512, 64, 192, 4, 4, 2, 16, False),
 }
 
 
@@ -48,7 +49,7 @@ def make_config(preset: str):
     """The transformers config of a preset."""
     import transformers
 
-    family, vocabulary, hidden, intermediate, blocks, heads, kv_heads, tied = PRESETS[preset]
+    family, vocabulary, hidden, intermediate, blocks, heads, kv_heads, head_size, tied = PRESETS[preset]
     return getattr(transformers, f"{family}Config")(
         vocab_size=vocabulary,
         hidden_size=hidden,
@@ -56,7 +57,7 @@ def make_config(preset: str):
         num_hidden_layers=blocks,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=hidden // heads,
+        head_dim=head_size,
         max_position_embeddings=131072,
         tie_word_embeddings=tied,
     )

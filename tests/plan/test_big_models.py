@@ -1,0 +1,69 @@
+"""Models far larger than a card have a plan that fits it, by the bill: shapes only, no weight is made."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from rpft.model.adapters import LoraSettings, inject_lora
+from rpft.model.layers import build_layers
+from rpft.model.skeleton import build_model, cut
+from rpft.plan.bill import Workload, make_bill
+from rpft.plan.choose import choose_plan, model_shape
+
+CARD_BYTES = 24 << 30
+QWEN3 = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "num_attention_heads": 64}
+SHAPES = {
+    "Llama-3.1-8B, full": (
+        "LlamaConfig",
+        {
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        },
+        None,
+    ),
+    "Qwen3-32B, full": (
+        "Qwen3Config",
+        {**QWEN3, "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64},
+        None,
+    ),
+    "Qwen3-235B-A22B, LoRA on attention": (
+        "Qwen3MoeConfig",
+        {
+            **QWEN3,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 1536,
+            "num_hidden_layers": 94,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+        },
+        LoraSettings(16, 32, 0.0, ["q_proj", "k_proj", "v_proj", "o_proj"]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_plan_for_rows_of_2048_tokens_fits_a_card_of_24_gib(name: str):
+    family, settings, lora = SHAPES[name]
+    config = getattr(transformers, family)(**settings)
+    skeleton = cut(build_model(config, torch.bfloat16, "auto"))
+    if lora is not None:
+        inject_lora(skeleton, lora, "shape")
+    layouts = build_layers(skeleton, torch.bfloat16)
+    work = Workload(model_shape(config, 2), max_tokens=2048, accumulation=16, delayed=False)
+    plan = choose_plan(layouts, skeleton, work, 8, 16, "auto", CARD_BYTES)
+    plan.check(len(layouts))
+    bill = make_bill(plan, layouts, work)
+    assert bill.device <= CARD_BYTES
+    parameters = sum(spec.num_bytes for layout in layouts for spec, _ in layout.own.values())
+    if lora is None:  # a working weight of 2 bytes becomes 18, and little comes on top
+        assert 9 * parameters <= bill.host_parts["weights, gradients, optimizer state"] <= 9.01 * parameters
+    else:
+        assert parameters <= bill.host_parts["weights, gradients, optimizer state"] <= 1.01 * parameters
