@@ -5,8 +5,10 @@ Nothing heavy is imported here or at the top of a verb's module, so that `rpft -
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from typer.core import TyperGroup
 from rpft import __version__
 from rpft.cli.recipes import app as recipes_app
 from rpft.cli.train import train
-from rpft.errors import EXIT_BAD_INPUT, EXIT_FAULT, EXIT_INTERRUPTED, UserError
+from rpft.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAULT, EXIT_INTERRUPTED, UserError
 
 
 @dataclass
@@ -72,19 +74,37 @@ app.command("train")(train)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command line (default: the process's own) and exit with its code."""
+    code = _run(arguments)
+    if _engine_threads_left():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     invocation = Invocation()
     try:
         app(args=arguments, obj=invocation, prog_name="rpft")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else EXIT_DONE
     except UserError as error:
         if invocation.debug:
             traceback.print_exc()
         typer.echo(f"error: {error}", err=True)
-        sys.exit(EXIT_BAD_INPUT)
+        return EXIT_BAD_INPUT
     except Exception as error:
         if invocation.debug:
             traceback.print_exc()
         typer.echo(_fault_report(error, arguments), err=True)
-        sys.exit(EXIT_FAULT)
+        return EXIT_FAULT
+    return EXIT_DONE
+
+
+def _engine_threads_left() -> bool:
+    """Whether a thread of the engine outlived its close, so that only an immediate exit is a clean one."""
+    streams = sys.modules.get("rpft.engine.streams")  # importing it would import torch
+    return streams is not None and any(isinstance(t, streams.EngineThread) for t in threading.enumerate())
 
 
 def _fault_report(error: Exception, arguments: Sequence[str] | None) -> str:

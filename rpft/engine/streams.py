@@ -75,6 +75,16 @@ class Delays:
         return sleep
 
 
+class EngineThread(threading.Thread):
+    """A thread of the engine or the optimizer. A process that still has one must not end in the ordinary way.
+
+    torch aborts when the interpreter goes while a thread is inside one of its operations.
+    """
+
+    def __init__(self, target: Callable[[], object], name: str) -> None:
+        super().__init__(target=target, name=name, daemon=True)
+
+
 class Stream:
     """An in-order queue of tasks on its own thread. ``run``, ``wait`` and ``record`` return at once."""
 
@@ -85,7 +95,7 @@ class Stream:
         self._tasks: deque[tuple[Callable[[], object], str]] = deque()
         self._ready = threading.Condition()
         self._closing = False
-        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread = EngineThread(self._loop, name)
         self._thread.start()
 
     def run(self, task: Callable[[], object], what: str) -> None:

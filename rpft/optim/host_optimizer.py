@@ -15,7 +15,7 @@ import torch
 
 from rpft.engine.controller import Update
 from rpft.engine.failure import POLL_SECONDS, Cancelled, EngineError, Failure
-from rpft.engine.streams import Delays, Event
+from rpft.engine.streams import Delays, EngineThread, Event
 from rpft.model.host_store import HostStore
 from rpft.model.layout import ALIGNMENT_ELEMENTS, Piece
 from rpft.optim.adamw import AdamW
@@ -63,7 +63,7 @@ class HostOptimizer:
         self._results: dict[int, UpdateResult] = {}
         self._changed = threading.Condition()
         self._closing = False
-        self._thread = threading.Thread(target=self._loop, name="optimizer", daemon=True)
+        self._thread = EngineThread(self._loop, "optimizer")
         self._thread.start()
 
     def submit(self, update: Update) -> None:

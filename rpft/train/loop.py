@@ -303,10 +303,15 @@ class Trainer:
         numbers = (signal.SIGINT, signal.SIGTERM)
         before = {number: signal.getsignal(number) for number in numbers}
 
+        def leave(number: int, frame: Any) -> None:
+            for n in numbers:
+                signal.signal(n, signal.SIG_IGN)  # closing takes seconds, and a third signal would cut it short
+            raise KeyboardInterrupt
+
         def ask(number: int, frame: Any) -> None:
             self._stop_asked.set()
             for n in numbers:
-                signal.signal(n, signal.default_int_handler)
+                signal.signal(n, leave)
             with suppress(RuntimeError):  # printing is not reentrant, and the signal may have come inside of it
                 self._reporter.say("stopping after this step, to save; once more to stop at once without saving")
 

@@ -54,15 +54,17 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(number, runs, mo
     assert made.outcome(output).result == unbroken.result
 
 
-def test_a_second_signal_ends_at_once_and_leaves_the_earlier_checkpoint_whole(runs, monkeypatch):
+@pytest.mark.parametrize("times", [2, 3])
+def test_more_signals_end_at_once_and_leave_the_earlier_checkpoint_whole(runs, times, monkeypatch):
     made, unbroken = runs
+    name = f"{times} times"
     with monkeypatch.context() as patch:
-        send_at(3, [signal.SIGINT, signal.SIGINT], patch)
-        ran = made.train("twice", "checkpoint.every_steps=1")
+        send_at(3, [signal.SIGINT] * times, patch)
+        ran = made.train(name, "checkpoint.every_steps=1")
     assert ran.code == 130
     assert "Traceback" not in ran.err
-    assert made.outcome("twice").checkpoints == ["step-00000001"]
-    resumed = made.train_well("twice", "--resume")
+    assert made.outcome(name).checkpoints == ["step-00000001"]
+    resumed = made.train_well(name, "--resume")
     assert resumed.numbers == unbroken.numbers
     assert resumed.result == unbroken.result
 
