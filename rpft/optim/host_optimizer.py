@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import deque
 from dataclasses import dataclass
 
 import torch
 
 from rpft.engine.controller import Update
-from rpft.engine.failure import POLL_SECONDS, Cancelled, EngineError, Failure
-from rpft.engine.streams import Delays, EngineThread, Event
+from rpft.engine.failure import POLL_SECONDS, Failure
+from rpft.engine.streams import Delays, Event, Stream
 from rpft.model.host_store import HostStore
 from rpft.model.layout import ALIGNMENT_ELEMENTS, Piece
 from rpft.optim.adamw import AdamW
@@ -59,17 +58,12 @@ class HostOptimizer:
         self.updates_applied = updates_applied
         self.skipped_steps = skipped_steps
         self._skipped_in_a_row = 0
-        self._orders: deque[Update] = deque()
         self._results: dict[int, UpdateResult] = {}
         self._changed = threading.Condition()
-        self._closing = False
-        self._thread = EngineThread(self._loop, "optimizer")
-        self._thread.start()
+        self._stream = Stream("optimizer", failure, delays)
 
     def submit(self, update: Update) -> None:
-        with self._changed:
-            self._orders.append(update)
-            self._changed.notify_all()
+        self._stream.run(lambda: self._complete(update), f"the update of step {update.ticket.step}")
 
     def wait(self, step: int) -> UpdateResult:
         """Blocks until the update of ``step`` is decided and applied; raises the engine's fault, if any."""
@@ -80,38 +74,20 @@ class HostOptimizer:
             return self._results.pop(step)
 
     def close(self) -> None:
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        """Lets submitted updates finish (or be dropped after a fault) and asks the thread to end."""
+        self._stream.close()
 
     def join(self, timeout_seconds: float) -> bool:
-        self._thread.join(timeout_seconds)
-        return not self._thread.is_alive()
+        """Waits for the thread; False when it still runs."""
+        return self._stream.join(timeout_seconds)
 
     # -- the thread ----------------------------------------------------------------------------------------
 
-    def _loop(self) -> None:
-        step = None
-        try:
-            while True:
-                with self._changed:
-                    while not self._orders:
-                        if self._closing:
-                            return
-                        self._failure.cancel_if_failed()
-                        self._changed.wait(POLL_SECONDS)
-                    update = self._orders.popleft()
-                step = update.ticket.step
-                result = self._apply(update)
-                with self._changed:
-                    self._results[step] = result
-                    self._changed.notify_all()
-        except Cancelled:
-            pass
-        except BaseException as error:
-            fault = EngineError(f"optimizer: the update of step {step} failed: {type(error).__name__}: {error}")
-            fault.__cause__ = error
-            self._failure.set(fault)
+    def _complete(self, update: Update) -> None:
+        result = self._apply(update)
+        with self._changed:
+            self._results[result.step] = result
+            self._changed.notify_all()
 
     def _wait(self, events: list[Event]) -> None:
         self._pause()
