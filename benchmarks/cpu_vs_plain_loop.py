@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from record import machine, write_record
+from throughput import random_step
 
 from rpft.engine.cpu import CpuDevice
 from rpft.engine.engine import Engine
@@ -108,17 +109,6 @@ class PoolLoop:
         self.optimizer.join(5.0)
 
 
-def random_batches(count: int, sequence: int, vocabulary: int, seed: int) -> list[HostBatch]:
-    """Microbatches of one row of random tokens, all but the last position trained."""
-    generator = torch.Generator().manual_seed(seed)
-    at = torch.arange(sequence - 1)
-    batches = []
-    for _ in range(count):
-        ids = torch.randint(0, vocabulary, (1, sequence), generator=generator)
-        batches.append(HostBatch(ids, None, at, ids[0, 1:]))
-    return batches
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
@@ -134,7 +124,7 @@ def main() -> int:
     vocabulary = plain.model.config.vocab_size
     times: dict[str, list[float]] = {"plain loop": [], "pool, one worker": []}
     for number in range(arguments.steps + 1):
-        batches = random_batches(arguments.rows, arguments.sequence, vocabulary, number)
+        batches = random_step(arguments.rows, arguments.sequence, arguments.rows, vocabulary, number)
         losses = []
         for name, loop in (("plain loop", plain), ("pool, one worker", pool)):
             started = time.perf_counter()

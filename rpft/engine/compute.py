@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -66,10 +65,8 @@ class SlotRun:
             start = self._starts[layer][0]
             bound, leaves = {}, {}
             for binding in self._layouts[layer].bindings:
-                at = start + binding.byte_offset
-                num_bytes = math.prod(binding.shape) * binding.dtype.itemsize
                 # `data`: a module that sets a weight to itself (peft does) must not count as writing the others.
-                tensor = self._buffer[at : at + num_bytes].view(binding.dtype).view(binding.shape).data
+                tensor = binding.view_in(self._buffer, start + binding.byte_offset).data
                 if with_gradients and binding.grad_offset is not None:
                     tensor = tensor.detach().requires_grad_()
                     leaves[binding.name] = tensor
@@ -81,7 +78,7 @@ class SlotRun:
         for layer in self._slot.stage.layers:
             start = self._starts[layer][1]
             self._sums[layer] = {
-                b.name: flat[start + b.grad_offset : start + b.grad_offset + math.prod(b.shape)].view(b.shape)
+                b.name: flat[start + b.grad_offset : start + b.grad_offset + b.num_elements].view(b.shape)
                 for b in self._layouts[layer].bindings
                 if b.grad_offset is not None
             }

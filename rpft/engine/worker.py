@@ -195,14 +195,14 @@ class Worker:
             for segment in slot.segments:
                 hidden, let_go = self._bring_input_up(task, segment.first, what)
                 self._compute.run(partial(run.recompute, task, segment, hidden, chain), what)
+                releases = [let_go]
                 if task.grad_input is not None and segment.last == slot.stage.last:
-                    view, let_go_grad = self._bring_up(task.grad_input, self._grad_input_ring, f"{what} gradient")
+                    view, let_go = self._bring_up(task.grad_input, self._grad_input_ring, f"{what} gradient")
                     self._compute.run(partial(chain.put, view), what)
-                    self._compute.run(partial(run.backward, task, segment, chain), what)
-                    let_go_grad()
-                else:
-                    self._compute.run(partial(run.backward, task, segment, chain), what)
-                let_go()
+                    releases.append(let_go)
+                self._compute.run(partial(run.backward, task, segment, chain), what)
+                for release in releases:
+                    release()
             if task.grad_output is not None:
                 computed = self._compute.record(Event())
                 self._send_down(chain.take, task.grad_output, computed, f"{what} gradient")

@@ -6,7 +6,6 @@ the working weight is its own master, unless updates are delayed. A frozen param
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -90,7 +89,7 @@ class HostStore:
         """The working tensor ``name``, a view of its host buffer."""
         layer = self.layers[self._layer_of[name]]
         spec, offset = layer.layout.own[name]
-        return layer.weights[offset : offset + spec.num_bytes].view(spec.dtype).view(spec.shape)
+        return spec.view_in(layer.weights, offset)
 
     def layer_weights(self, layer: int) -> dict[str, torch.Tensor]:
         """Every tensor that the functions of ``layer`` use, borrowed ones too: views of the host buffers."""
@@ -99,8 +98,7 @@ class HostStore:
         for b in layout.bindings:
             piece = next(p for p in layout.weight_pieces if 0 <= b.byte_offset - p.region_offset < p.length)
             start = piece.start + b.byte_offset - piece.region_offset
-            stop = start + math.prod(b.shape) * b.dtype.itemsize
-            weights[b.name] = self.layers[piece.layer].weights[start:stop].view(b.dtype).view(b.shape)
+            weights[b.name] = b.view_in(self.layers[piece.layer].weights, start)
         return weights
 
     def trained_view(self, name: str, flat: str) -> torch.Tensor:

@@ -32,8 +32,27 @@ def align(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+class FlatTensor:
+    """A tensor of known shape and dtype that lies somewhere in a flat buffer of bytes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+    def view_in(self, buffer: torch.Tensor, byte_offset: int) -> torch.Tensor:
+        """The tensor as a view of ``buffer``, uint8, from ``byte_offset`` on."""
+        return buffer[byte_offset : byte_offset + self.num_bytes].view(self.dtype).view(self.shape)
+
+
 @dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(FlatTensor):
     """One parameter or persistent buffer of the model."""
 
     name: str
@@ -46,17 +65,9 @@ class TensorSpec:
     checkpoint_name: str | None
     """Full name in the model before adapters; None for a tensor that no checkpoint of the base model holds."""
 
-    @property
-    def num_elements(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.num_elements * self.dtype.itemsize
-
 
 @dataclass(frozen=True)
-class Binding:
+class Binding(FlatTensor):
     """A tensor as a layer's function sees it, at its place in the worker's region of that layer."""
 
     name: str

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from rpft.files import sync
 from rpft.model.adapters import save_lora
 from rpft.model.host_store import HostStore
 from rpft.model.skeleton import Skeleton
@@ -104,8 +105,7 @@ def _replace(fresh: Path, folder: Path) -> None:
     for path in fresh.rglob("*"):
         if path.is_file():
             path.chmod(0o666 & ~umask)  # safetensors makes its files readable by their owner only
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+            sync(path)
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

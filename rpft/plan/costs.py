@@ -32,9 +32,7 @@ def layer_costs(layouts: list[LayerLayout], skeleton: Skeleton) -> list[LayerCos
         for binding in layout.bindings:
             if len(binding.shape) < 2 or layout.layer == 0:  # a lookup costs next to nothing
                 continue
-            size = 1.0
-            for extent in binding.shape:
-                size *= extent
+            size = float(binding.num_elements)
             if len(binding.shape) == 3:
                 size *= min(1.0, used / experts)
             forward += size

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from rpft.errors import UserError
+from rpft.files import sync
 from rpft.model.host_store import HostStore
 
 logger = logging.getLogger(__name__)
@@ -70,14 +70,14 @@ class CheckpointFolder:
                     "exp_avg_sq": layer.exp_avg_sq,
                 }
                 save_file(tensors, file)
-                _sync(file)
+                sync(file)
                 sizes[file.name] = file.stat().st_size
         text = json.dumps({"version": CHECKPOINT_VERSION, "sizes": sizes, **asdict(state)}, indent=1)
         (fresh / _STATE).write_text(text, encoding="utf-8")
-        _sync(fresh / _STATE)
+        sync(fresh / _STATE)
         shutil.rmtree(final, ignore_errors=True)
         fresh.rename(final)
-        _sync(self.path)
+        sync(self.path)
         self._prune(state)
         return final
 
@@ -111,14 +111,6 @@ class CheckpointFolder:
 
 def _name(step: int) -> str:
     return f"step-{step:08d}"
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _fault(path: Path) -> str | None:

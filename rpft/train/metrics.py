@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -50,26 +51,25 @@ class MetricsFile:
 
     def keep_until(self, step: int) -> None:
         """Drops what stands after ``step`` (a resumed run makes it again) and a last line that is not whole."""
-        self.rewrite(lambda line: line["step"] <= step)
-
-    def rewrite(self, keep: Callable[[dict[str, Any]], bool]) -> None:
-        if not self.path.exists():
-            return
-        kept = [line for line in self.path.read_text(encoding="utf-8").splitlines() if _is_whole(line)]
-        fresh = self.path.with_suffix(".partial")
-        fresh.write_text(
-            "".join(line + "\n" for line in kept if keep(json.loads(line))), encoding="utf-8", newline="\n"
-        )
-        os.replace(fresh, self.path)
+        if self.path.exists():
+            kept = "".join(text + "\n" for text, line in self._whole_lines() if line["step"] <= step)
+            fresh = self.path.with_suffix(".partial")
+            fresh.write_text(kept, encoding="utf-8", newline="\n")
+            os.replace(fresh, self.path)
 
     def has_evaluation(self, step: int) -> bool:
         """Whether an evaluation at ``step`` is already in the file."""
+        return any("eval_loss" in line and line["step"] == step for _, line in self._whole_lines())
+
+    def _whole_lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(text, content) of each line that is a whole JSON object."""
         if not self.path.exists():
-            return False
-        lines = (
-            json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines() if _is_whole(line)
-        )
-        return any("eval_loss" in line and line["step"] == step for line in lines)
+            return
+        for text in self.path.read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError):
+                line = json.loads(text)
+                if isinstance(line, dict):
+                    yield text, line
 
     def append(self, record: StepRecord | EvalRecord) -> None:
         """Writes one line at once. A number that JSON lacks (a skipped step's loss) becomes null."""
@@ -80,10 +80,3 @@ class MetricsFile:
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _is_whole(line: str) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except ValueError:
-        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,7 @@ def prepare(recipe: Recipe) -> Prepared:
             f"the longest row has {data.longest} tokens with padding, the model has {positions} positions;"
             f" set data.max_seq_len to at most {positions - positions % PAD_TO_MULTIPLE}"
         )
-    model_config = read_config(folder)  # building changes it
-    skeleton = cut(build_model(model_config, dtype, recipe.model.attention))
+    skeleton = cut(build_model(copy.deepcopy(config), dtype, recipe.model.attention))  # building changes it
     if recipe.data.packing:
         verify_packing(skeleton, dtype)
     peft_model = None

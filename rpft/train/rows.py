@@ -13,6 +13,7 @@ from rpft.data.batches import BatchOrder, Microbatch, make_microbatches, pack_ro
 from rpft.data.dataset import Dataset, DataSettings, load_dataset
 from rpft.data.sources import Source
 from rpft.errors import UserError
+from rpft.model.layout import align
 from rpft.recipe.schema import Recipe
 
 PAD_TO_MULTIPLE = 8
@@ -86,7 +87,7 @@ def load_data(recipe: Recipe, folder: Path) -> RunData:
     pad_id = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
     lines = [sum(len(train.rows[i].ids) for i in group) for group in items]
     lines += [len(row.ids) for row in held_out.rows] if held_out else []
-    longest = -(-max(lines) // PAD_TO_MULTIPLE) * PAD_TO_MULTIPLE
+    longest = align(max(lines), PAD_TO_MULTIPLE)
     return RunData(tokenizer, train, held_out, items, order, settings_train.micro_batch_size, pad_id, longest)
 
 
