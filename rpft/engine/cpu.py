@@ -6,6 +6,7 @@ import torch
 
 from rpft.engine.failure import Failure
 from rpft.engine.streams import Delays, Stream
+from rpft.model.pages import zeroed_pages
 
 POISON_BYTE = 0xFF
 """Every float format that rpft uses reads this byte, repeated, as NaN."""
@@ -30,7 +31,7 @@ class CpuDevice:
         tensor.view(torch.uint8).fill_(POISON_BYTE)
 
     def allocate_host(self, num_bytes: int) -> torch.Tensor:
-        return torch.zeros(num_bytes, dtype=torch.uint8)
+        return zeroed_pages(num_bytes)
 
     def memory_bytes(self) -> int | None:
         return None
@@ -38,3 +39,6 @@ class CpuDevice:
     def peak_bytes(self) -> int:
         """The worker's own buffers; what autograd holds inside a task is the process's and not counted."""
         return self._allocated_bytes
+
+    def reset_peak(self) -> None:
+        """Fixed buffers stay, and they are all that is counted."""

@@ -1,7 +1,7 @@
-"""Reads a Hugging Face checkpoint into the host store, tensor by tensor.
+"""Reads a Hugging Face checkpoint into the host store, tensor by tensor, in several threads.
 
-Peak memory is the store plus one tensor (for fused experts: plus the parts of one fused tensor). Names that
-changed between the file and the model are converted by transformers' own mapping.
+Peak memory is the store plus, for fused experts, one fused tensor a thread: what else is read is a view of
+the file. Names that changed between the file and the model are converted by transformers' own mapping.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_THREADS = 8
+"""Threads that read at most: enough for the rate of RAM, few enough to bound the fused tensors held at once."""
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "tokenizer*"]
 
 
@@ -69,7 +74,7 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._file_of = self._read_index()
-        self._open: tuple[Path, Any] | None = None
+        self._open = threading.local()
 
     def _read_index(self) -> dict[str, Path]:
         index, single = self.folder / _INDEX, self.folder / _SINGLE
@@ -106,11 +111,11 @@ class Checkpoint:
         return self._file_of
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, in memory of its own."""
+        """One tensor, a view of the mapped file. Every thread has one file open, the one it read last."""
         file = self._file_of[name]
-        if self._open is None or self._open[0] != file:
-            self._open = (file, safe_open(file, framework="pt"))
-        return self._open[1].get_tensor(name)
+        if getattr(self._open, "file", None) != file:
+            self._open.file, self._open.handle = file, safe_open(file, framework="pt")
+        return self._open.handle.get_tensor(name)
 
 
 def _names_in(file: Path) -> list[str]:
@@ -126,11 +131,13 @@ def load_checkpoint(
     skeleton: Skeleton,
     store: HostStore,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    num_threads: int | None = None,
 ) -> None:
     """Fills ``store`` with every tensor that a checkpoint of the base model holds.
 
-    ``progress`` is told (tensors done, tensors in all). Raises UserError for a tensor that is missing or has
-    another shape; tensors that the model does not have are named in one warning.
+    ``progress`` is told (tensors done, tensors in all), by the calling thread. Raises UserError for a tensor
+    that is missing or has another shape, the first in the order of the files; tensors that the model does not
+    have are named in one warning. ``num_threads`` None: as many as torch uses, up to 8.
     """
     targets = {
         spec.checkpoint_name: spec.name
@@ -143,9 +150,19 @@ def load_checkpoint(
         store.write(name, buffer)  # the model's own value, until the file has another
     sources, unexpected = _plan_reads(checkpoint, skeleton, targets)
     loaded: set[str] = set()
-    for done, read in enumerate(sources.values()):
-        loaded.update(_store_tensors(checkpoint.folder, read, targets, store))
-        progress(done + 1, len(sources))
+
+    def store_read(read: Callable[[], dict[str, torch.Tensor]]) -> list[str]:
+        return _store_tensors(checkpoint.folder, read, targets, store)
+
+    with (
+        ThreadPoolExecutor(num_threads or min(_THREADS, torch.get_num_threads()), "loader") as pool,
+        _one_thread_an_operation(),
+    ):
+        # Reads start in their order and are waited for in it: the first error in order is the one that is
+        # raised, whichever comes first in time, and the reads that have not started then never do.
+        for done, stored in enumerate(pool.map(store_read, sources.values()), start=1):
+            loaded.update(stored)
+            progress(done, len(sources))
     missing = sorted(n for n, name in targets.items() if n not in loaded and name not in buffers)
     if missing:
         raise UserError(
@@ -159,6 +176,17 @@ def load_checkpoint(
             type(skeleton.model).__name__,
             ", ".join(sorted(unexpected)[:5]),
         )
+
+
+@contextmanager
+def _one_thread_an_operation() -> Iterator[None]:
+    """Threads that start inside run each operation of torch alone: the loaders are as many as there are cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _store_tensors(

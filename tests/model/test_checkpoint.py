@@ -1,10 +1,13 @@
-"""A checkpoint is read whole, a tensor at a time, into the store; what is wrong with it is said by name."""
+"""A checkpoint is read whole into the store, a tensor a thread; what is wrong with it is said by name."""
 
 from __future__ import annotations
 
 import json
 import logging
+import threading
 import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.models import FAMILIES, load, skeleton_of, tiny_checkpoint, tiny_model
 
+import rpft.model.checkpoint
 from rpft.errors import UserError
 from rpft.model.checkpoint import Checkpoint, load_checkpoint, read_config, resolve_checkpoint
 from rpft.model.host_store import HostStore
@@ -73,49 +77,149 @@ def test_a_base_model_s_file_without_the_head_s_prefix_loads(family: str, tmp_pa
     assert all(torch.equal(store.tensor(name), state[name]) for name in store.names())
 
 
+def store_read_by(
+    num_threads: int,
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> HostStore:
+    """The checkpoint in ``folder`` in a store, read by so many threads."""
+    skeleton = skeleton_of(folder, dtype)
+    store = HostStore(build_layers(skeleton, dtype))
+    load_checkpoint(Checkpoint(folder), skeleton, store, progress, num_threads)
+    return store
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gpt_oss", "qwen3_moe", "mixtral", "deepseek_v3"])
+def test_eight_threads_read_what_one_reads(family: str, tmp_path: Path) -> None:
+    tiny_model(family).save_pretrained(tmp_path, max_shard_size="150KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    one, eight = (store_read_by(n, tmp_path, torch.bfloat16) for n in (1, 8))
+    for a, b in zip(one.layers, eight.layers, strict=True):
+        assert torch.equal(a.weights, b.weights)
+        assert torch.equal(a.master, b.master)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
-def test_loading_holds_one_tensor_beside_the_store(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_loading_holds_one_tensor_a_thread(
+    family: str, num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny_checkpoint(tmp_path, family)
-    assert most_held_at_once(tmp_path, monkeypatch) == 1
+    assert most_held_at_once(num_threads, tmp_path, monkeypatch) <= num_threads
 
 
+@pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_loading_fused_experts_holds_the_parts_of_one_tensor(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_loading_fused_experts_holds_the_parts_of_one_tensor_a_thread(
+    family: str, num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny_checkpoint(tmp_path, family)
-    assert most_held_at_once(tmp_path, monkeypatch) <= 4 * 2  # experts x (gate, up)
+    assert most_held_at_once(num_threads, tmp_path, monkeypatch) <= 4 * 2 * num_threads  # experts x (gate, up)
 
 
-def most_held_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+def most_held_at_once(num_threads: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """The most tensors read from files that were alive at any time of loading."""
     alive: list[weakref.ref[torch.Tensor]] = []
     most = 0
+    lock = threading.Lock()
     read = Checkpoint.read
 
     def watched(self: Checkpoint, name: str) -> torch.Tensor:
         nonlocal most
         tensor = read(self, name)
-        alive.append(weakref.ref(tensor))
-        most = max(most, sum(ref() is not None for ref in alive))
+        with lock:
+            alive.append(weakref.ref(tensor))
+            most = max(most, sum(ref() is not None for ref in alive))
         return tensor
 
     monkeypatch.setattr(Checkpoint, "read", watched)
-    load(folder)
+    store_read_by(num_threads, folder)
     assert alive
     return most
 
 
-def test_progress_counts_up_to_all(tmp_path: Path) -> None:
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc/self/maps")
+def test_no_file_stays_mapped_after_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_checkpoint(tmp_path, "llama")
+    mapped: list[bool] = []
+    read = Checkpoint.read
+
+    def watched(self: Checkpoint, name: str) -> torch.Tensor:
+        tensor = read(self, name)
+        mapped.append(str(tmp_path) in Path("/proc/self/maps").read_text())
+        return tensor
+
+    monkeypatch.setattr(Checkpoint, "read", watched)
+    skeleton, checkpoint = skeleton_of(tmp_path), Checkpoint(tmp_path)
+    load_checkpoint(checkpoint, skeleton, HostStore(build_layers(skeleton, torch.float32)), num_threads=3)
+    assert all(mapped)
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("num_threads", [1, 8])
+def test_progress_counts_up_to_all_in_the_calling_thread(num_threads: int, tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path, "mixtral")
-    skeleton = skeleton_of(tmp_path)
-    store = HostStore(build_layers(skeleton, torch.float32))
     told: list[tuple[int, int]] = []
-    load_checkpoint(Checkpoint(tmp_path), skeleton, store, lambda done, total: told.append((done, total)))
+    threads: set[int] = set()
+
+    def progress(done: int, total: int) -> None:
+        told.append((done, total))
+        threads.add(threading.get_ident())
+
+    store_read_by(num_threads, tmp_path, progress=progress)
     assert [done for done, _ in told] == list(range(1, len(told) + 1))
     assert {total for _, total in told} == {len(told)}
+    assert threads == {threading.get_ident()}
+
+
+def test_loaders_run_operations_on_one_thread_each_and_leave_the_process_s_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_checkpoint(tmp_path, "llama")
+    seen: set[int] = set()
+    read = Checkpoint.read
+
+    def watched(self: Checkpoint, name: str) -> torch.Tensor:
+        seen.add(torch.get_num_threads())
+        return read(self, name)
+
+    monkeypatch.setattr(Checkpoint, "read", watched)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        store_read_by(2, tmp_path)
+        with ThreadPoolExecutor(1) as pool:
+            after = torch.get_num_threads(), pool.submit(torch.get_num_threads).result()
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {1}
+    assert after == (3, 3)
+
+
+def test_of_two_faults_the_first_in_order_is_raised_though_the_other_comes_first_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_checkpoint(tmp_path, "llama")
+    names = sorted(n for n in load_file(tmp_path / SINGLE) if n.endswith("norm.weight"))
+    order = [name for name in Checkpoint(tmp_path).names() if name in names]
+    change_tensors(tmp_path, **{order[0]: torch.ones(63), order[1]: torch.ones(63)})
+    other_failed = threading.Event()
+    store_tensors = rpft.model.checkpoint._store_tensors
+
+    def in_reverse(*arguments: Any) -> list[str]:
+        try:
+            return store_tensors(*arguments)
+        except UserError as error:
+            if order[0] in str(error):
+                assert other_failed.wait(30)
+            other_failed.set()
+            raise
+
+    monkeypatch.setattr("rpft.model.checkpoint._store_tensors", in_reverse)
+    with pytest.raises(UserError, match=f"tensor {order[0]} has shape"):
+        store_read_by(8, tmp_path)
+    assert other_failed.is_set()
 
 
 def test_tensors_that_the_model_does_not_have_are_named_in_a_warning(
