@@ -1,11 +1,9 @@
-"""A CUDA (or ROCm) device: streams that issue to CUDA streams, exactly page-locked host memory."""
+"""A CUDA (or ROCm) device: streams that issue to CUDA streams."""
 
 from __future__ import annotations
 
-import ctypes
-import logging
-import mmap
-import weakref
+import math
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -13,37 +11,95 @@ from typing import Any
 import torch
 
 from rpft.engine.failure import Failure
+from rpft.engine.host_memory import page_locked
+from rpft.engine.link import EmulatedLink
 from rpft.engine.streams import Delays, Event, Stream
 
-logger = logging.getLogger(__name__)
+_TASKS_IN_FLIGHT = 6
+"""Tasks of a stream issued and not complete: enough to hide launching, few enough to bound memory. About every
+third one is a layer, the others only keep books."""
 
-_TASKS_IN_FLIGHT = 2
-"""Tasks of a stream issued and not complete: enough to hide launching, few enough to bound memory."""
+
+_ALIGNMENTS = 5
+"""Times that a device's clock is compared with the host's; the quickest round trip counts."""
 
 
 _RESERVE_BYTES = 1 << 29
 """Device memory left to kernels, library workspaces and the allocator's fragments: 0.5 GiB."""
 
 
+class CudaClock:
+    """Tells when events of one device were, on the host's clock.
+
+    Aligned at the start, to about the time of a launch; what the two clocks drift apart later is not corrected.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._reference = torch.cuda.Event(enable_timing=True)
+        self._reference_seconds = 0.0
+
+    def start(self) -> None:
+        torch.cuda.synchronize(self._device)
+        stream = torch.cuda.current_stream(self._device)
+        shortest_seconds = math.inf
+        for _ in range(_ALIGNMENTS):
+            event = torch.cuda.Event(enable_timing=True)
+            before = time.perf_counter()
+            event.record(stream)
+            event.synchronize()
+            after = time.perf_counter()
+            if after - before < shortest_seconds:
+                shortest_seconds = after - before
+                self._reference, self._reference_seconds = event, (before + after) / 2
+
+    def finish(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def seconds(self, stamp: torch.cuda.Event) -> float:
+        return self._reference_seconds + self._reference.elapsed_time(stamp) / 1e3
+
+
 class CudaStream(Stream):
     """A stream whose tasks launch work on one CUDA stream; waits between CUDA streams never block the host."""
 
-    def __init__(self, name: str, failure: Failure, delays: Delays, device: torch.device) -> None:
-        self._device = device
+    def __init__(
+        self,
+        name: str,
+        failure: Failure,
+        delays: Delays,
+        device: torch.device,
+        clock: CudaClock,
+        link: EmulatedLink | None,
+    ) -> None:
+        """``link``: what this stream's transfers are slowed down to, None for the real one."""
+        self._device, self.clock, self._link = device, clock, link
         self.native = torch.cuda.Stream(device)
         self._in_flight: deque[torch.cuda.Event] = deque()
         super().__init__(name, failure, delays)
 
-    def run(self, task: Callable[[], object], what: str) -> None:
-        def issue() -> None:
-            task()
-            mark = torch.cuda.Event()
-            mark.record(self.native)
-            self._in_flight.append(mark)
-            if len(self._in_flight) > _TASKS_IN_FLIGHT:
-                self._in_flight.popleft().synchronize()
+    def stamp(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.native)
+        return event
 
-        super().run(issue, what)
+    def _carry_out(self, task: Callable[[], object], what: str, copied_bytes: int) -> None:
+        if self._link is not None and copied_bytes:
+            self._note_wait()
+            transferred = self._link.reserve(self.native, copied_bytes)
+
+            def transfer() -> None:
+                task()
+                self.native.wait_event(transferred)
+
+            super()._carry_out(transfer, what, copied_bytes)
+        else:
+            super()._carry_out(task, what, copied_bytes)
+        mark = torch.cuda.Event()
+        mark.record(self.native)
+        self._in_flight.append(mark)
+        if len(self._in_flight) > _TASKS_IN_FLIGHT:
+            self._in_flight.popleft().synchronize()
 
     def uses(self, tensor: Any) -> None:
         tensor.record_stream(self.native)
@@ -68,7 +124,10 @@ class CudaStream(Stream):
 class CudaDevice:
     """One GPU. ``vram_limit_bytes`` caps what torch may take of it."""
 
-    def __init__(self, index: int, vram_limit_bytes: int | None) -> None:
+    def __init__(
+        self, index: int, vram_limit_bytes: int | None, *, emulate_link_gbps: float | None = None
+    ) -> None:
+        """``emulate_link_gbps``: gigabytes (1e9) a second that each direction of the link is slowed down to."""
         self.torch_device = torch.device("cuda", index)
         self.name = f"cuda:{index}"
         self._limit = vram_limit_bytes
@@ -77,9 +136,14 @@ class CudaDevice:
             total = torch.cuda.get_device_properties(index).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, vram_limit_bytes / total), index)
         torch.cuda.reset_peak_memory_stats(index)
+        self._clock = CudaClock(self.torch_device)
+        self._links: dict[str, EmulatedLink] = {}
+        if emulate_link_gbps is not None:
+            self._links = {way: EmulatedLink(self.torch_device, emulate_link_gbps) for way in ("up", "down")}
 
     def stream(self, purpose: str, failure: Failure, delays: Delays) -> Stream:
-        return CudaStream(f"{self.name} {purpose}", failure, delays, self.torch_device)
+        link = self._links.get(purpose.split()[-1])
+        return CudaStream(f"{self.name} {purpose}", failure, delays, self.torch_device, self._clock, link)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
@@ -99,39 +163,5 @@ class CudaDevice:
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.torch_device)
 
-
-class _PageLocking:
-    refused = False
-
-
-def page_locked(num_bytes: int) -> torch.Tensor:
-    """Exactly ``num_bytes`` of zeroed page-locked memory, uint8; pageable, and said once, where refused.
-
-    An anonymous mapping that is registered afterwards: the caching allocator for pinned memory rounds up to
-    powers of two and would waste up to half of the RAM.
-    """
-    if num_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    mapping = mmap.mmap(-1, num_bytes)
-    holder = (ctypes.c_char * num_bytes).from_buffer(mapping)
-    tensor = torch.frombuffer(holder, dtype=torch.uint8)
-    if _PageLocking.refused:
-        return tensor
-    runtime: Any = torch.cuda.cudart()
-    code = runtime.cudaHostRegister(tensor.data_ptr(), num_bytes, 1)  # 1: portable, valid on all devices
-    if int(code) == 0:
-        # The finaliser holds the mapping, so that the pages are given back to the system only after this.
-        weakref.finalize(holder, _unregister, runtime, tensor.data_ptr(), mapping)
-    else:
-        _PageLocking.refused = True
-        logger.warning(
-            "the system refused to page-lock host memory (%s): copies run from pageable memory, several"
-            " times slower; raise the limit (ulimit -l unlimited) to mend it",
-            code,
-        )
-    return tensor
-
-
-def _unregister(runtime: Any, address: int, mapping: mmap.mmap) -> None:
-    runtime.cudaHostUnregister(address)
-    del mapping
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.torch_device)

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from rpft.engine.failure import POLL_SECONDS, Cancelled, EngineError, Failure
+from rpft.engine.tracer import Clock, HostClock, Recorder
 
 
 class Event:
@@ -86,10 +88,17 @@ class EngineThread(threading.Thread):
 
 
 class Stream:
-    """An in-order queue of tasks on its own thread. ``run``, ``wait`` and ``record`` return at once."""
+    """An in-order queue of tasks on its own thread. ``run``, ``wait`` and ``record`` return at once.
+
+    ``recorder`` is where a trace has the stream's tasks noted, None while there is no trace; see ``Tracer``.
+    """
+
+    clock: Clock = HostClock()
+    """Says when a ``stamp`` of this stream was."""
 
     def __init__(self, name: str, failure: Failure, delays: Delays) -> None:
         self.name = name
+        self.recorder: Recorder | None = None
         self._failure = failure
         self._pause = delays.of(name)
         self._tasks: deque[tuple[Callable[[], object], str]] = deque()
@@ -98,13 +107,21 @@ class Stream:
         self._thread = EngineThread(self._loop, name)
         self._thread.start()
 
-    def run(self, task: Callable[[], object], what: str) -> None:
-        """Queues ``task``; ``what`` names it in the report of a fault."""
-        self._put(task, what)
+    def run(self, task: Callable[[], object], what: str, copied_bytes: int = 0) -> None:
+        """Queues ``task``; ``what`` names it in a trace and in the report of a fault.
+
+        ``copied_bytes`` above 0 says that the task is a transfer between host and device, of so many bytes.
+        """
+        self._put(lambda: self._carry_out(task, what, copied_bytes), what)
 
     def wait(self, event: Event) -> None:
         """What is queued after this starts when ``event`` is complete."""
-        self._put(lambda: self._await(event), "a wait")
+
+        def stand() -> None:
+            self._note_wait()
+            self._await(event)
+
+        self._put(stand, "a wait")
 
     def record(self, event: Event) -> Event:
         """``event`` completes when what is queued before this is done."""
@@ -113,6 +130,22 @@ class Stream:
 
     def uses(self, tensor: Any) -> None:
         """Tells the device's allocator that this stream reads ``tensor``, which another stream made."""
+
+    def stamp(self) -> Any:
+        """Marks this point of the stream's order, for a trace; called by the stream's own thread."""
+        return time.perf_counter()
+
+    def _carry_out(self, task: Callable[[], object], what: str, copied_bytes: int) -> None:
+        recorder = self.recorder
+        if recorder is None:
+            task()
+        else:
+            recorder.carry_out(task, what, copied_bytes)
+
+    def _note_wait(self) -> None:
+        recorder = self.recorder
+        if recorder is not None:
+            recorder.wait_begins()
 
     def _await(self, event: Event) -> None:
         event.synchronize(self._failure)

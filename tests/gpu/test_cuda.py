@@ -89,7 +89,7 @@ def test_device_memory_and_streams_stay_flat_over_steps(tmp_path: Path):
 
 
 def test_host_memory_is_page_locked_to_the_byte():
-    from rpft.engine.cuda import page_locked
+    from rpft.engine.host_memory import page_locked
 
     for size in (1, 4096, (1 << 20) + 1):
         tensor = page_locked(size)
@@ -98,7 +98,7 @@ def test_host_memory_is_page_locked_to_the_byte():
 
 
 def test_page_locked_memory_is_given_back():
-    from rpft.engine.cuda import page_locked
+    from rpft.engine.host_memory import page_locked
 
     for _ in range(8):  # an address that is still registered would be refused
         page_locked(1 << 24).fill_(1)
@@ -106,15 +106,15 @@ def test_page_locked_memory_is_given_back():
 
 
 def test_refused_page_locking_is_said_once_and_copies_still_work(monkeypatch, caplog):
-    from rpft.engine import cuda
+    from rpft.engine import host_memory
 
     class Refusing:
         def cudaHostRegister(self, *arguments):
             return 1
 
-    monkeypatch.setattr(cuda._PageLocking, "refused", False)
+    monkeypatch.setattr(host_memory._PageLocking, "refused", False)
     monkeypatch.setattr(torch.cuda, "cudart", Refusing)
-    tensors = [cuda.page_locked(4096) for _ in range(3)]
+    tensors = [host_memory.page_locked(4096) for _ in range(3)]
     assert len([r for r in caplog.records if "page-lock" in r.message]) == 1
     for tensor in tensors:
         assert not tensor.is_pinned()
