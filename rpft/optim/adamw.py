@@ -1,13 +1,18 @@
-"""AdamW on one layer's flat host buffers, through torch's fused CPU kernel."""
+"""AdamW on one layer's flat host buffers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
-from torch.optim.adamw import adamw
 
 from rpft.model.host_store import HostLayer
+from rpft.optim.one_pass import OnePass
+
+BorrowedGradient = tuple[slice, torch.Tensor]
+"""A part of a layer's trained elements, and the gradient of another layer's use of it."""
 
 
 @dataclass(frozen=True)
@@ -18,32 +23,50 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 0.0
 
-    def update(self, layer: HostLayer, learning_rate: float, updates_before: int, gradient_divisor: float) -> None:
-        """One update of masters and moments from ``gradient / gradient_divisor``; the gradient is used up.
+    def update(
+        self,
+        kernels: OnePass,
+        layer: HostLayer,
+        borrowed: Sequence[BorrowedGradient],
+        learning_rate: float,
+        updates_before: int,
+        gradient_divisor: float,
+        write_working: bool,
+    ) -> None:
+        """One update of masters and moments from the layer's gradient and ``borrowed``, over ``gradient_divisor``.
 
         ``updates_before`` is the number of updates that the layer has had, for the bias correction. The working
-        weights are not written, unless they are their own masters.
+        weights are written too with ``write_working``, or where they are their own masters.
         """
-        decayed, total = layer.layout.num_decayed, layer.layout.num_trained
-        for start, stop, decay in ((0, decayed, self.weight_decay), (decayed, total, 0.0)):
-            if start == stop:
-                continue
-            gradient = layer.gradient[start:stop]
-            if gradient_divisor != 1.0:
-                gradient.div_(gradient_divisor)
-            adamw(
-                [layer.master[start:stop]],
-                [gradient],
-                [layer.exp_avg[start:stop]],
-                [layer.exp_avg_sq[start:stop]],
-                [],
-                [torch.tensor(float(updates_before))],
-                fused=True,
-                amsgrad=False,
-                beta1=self.betas[0],
-                beta2=self.betas[1],
-                lr=learning_rate,
-                weight_decay=decay,
+        working = layer.working if write_working and not layer.master_is_working else None
+        for part, gradients in gradient_parts(layer, borrowed):
+            kernels.adamw_pass(
+                gradients,
+                layer.master[part],
+                layer.exp_avg[part],
+                layer.exp_avg_sq[part],
+                None if working is None else working[part],
+                learning_rate=learning_rate,
+                betas=self.betas,
                 eps=self.eps,
-                maximize=False,
+                weight_decay=self.weight_decay if part.start < layer.layout.num_decayed else 0.0,
+                updates_before=updates_before,
+                gradient_divisor=gradient_divisor,
             )
+
+
+def gradient_parts(
+    layer: HostLayer, borrowed: Sequence[BorrowedGradient]
+) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+    """The layer's trained elements in parts that decay alike, each with its gradients, which are to be added."""
+    cuts = {0, layer.layout.num_decayed, layer.layout.num_trained}
+    for part, _ in borrowed:
+        cuts |= {part.start, part.stop}
+    ordered = sorted(cuts)
+    for start, stop in pairwise(ordered):
+        uses = [
+            gradient[start - part.start : stop - part.start]
+            for part, gradient in borrowed
+            if part.start <= start < part.stop
+        ]
+        yield slice(start, stop), [layer.gradient[start:stop], *uses]

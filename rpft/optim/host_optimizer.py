@@ -10,14 +10,13 @@ import math
 import threading
 from dataclasses import dataclass
 
-import torch
-
 from rpft.engine.controller import Update
 from rpft.engine.failure import POLL_SECONDS, Failure
 from rpft.engine.streams import Delays, Event, Stream
+from rpft.engine.tracer import span
 from rpft.model.host_store import HostStore
-from rpft.model.layout import ALIGNMENT_ELEMENTS, Piece
-from rpft.optim.adamw import AdamW
+from rpft.optim.adamw import AdamW, BorrowedGradient, gradient_parts
+from rpft.optim.one_pass import Case, FusedPass, OnePass
 from rpft.optim.schedule import Schedule
 
 
@@ -50,9 +49,15 @@ class HostOptimizer:
         delays: Delays,
         updates_applied: int = 0,
         skipped_steps: int = 0,
+        kernels: OnePass | None = None,
     ) -> None:
-        """``updates_applied``: updates that the store's moments have had; both counts are of a resumed run."""
+        """``updates_applied``: updates that the store's moments have had; both counts are of a resumed run.
+
+        ``kernels``: what runs the update, torch's fused kernel where not given.
+        """
         self._store, self._algorithm, self._schedule = store, algorithm, schedule
+        self._kernels = kernels or FusedPass()
+        self._borrowed = _borrowed_gradients(store)
         self._max_grad_norm = max_grad_norm
         self._failure, self._pause = failure, delays.of("optimizer")
         self.updates_applied = updates_applied
@@ -60,10 +65,10 @@ class HostOptimizer:
         self._skipped_in_a_row = 0
         self._results: dict[int, UpdateResult] = {}
         self._changed = threading.Condition()
-        self._stream = Stream("optimizer", failure, delays)
+        self.stream = Stream("optimizer", failure, delays)
 
     def submit(self, update: Update) -> None:
-        self._stream.run(lambda: self._complete(update), f"the update of step {update.ticket.step}")
+        self.stream.run(lambda: self._complete(update), f"the update of step {update.ticket.step}")
 
     def wait(self, step: int) -> UpdateResult:
         """Blocks until the update of ``step`` is decided and applied; raises the engine's fault, if any."""
@@ -75,11 +80,11 @@ class HostOptimizer:
 
     def close(self) -> None:
         """Lets submitted updates finish (or be dropped after a fault) and asks the thread to end."""
-        self._stream.close()
+        self.stream.close()
 
     def join(self, timeout_seconds: float) -> bool:
         """Waits for the thread; False when it still runs."""
-        return self._stream.join(timeout_seconds)
+        return self.stream.join(timeout_seconds)
 
     # -- the thread ----------------------------------------------------------------------------------------
 
@@ -109,35 +114,31 @@ class HostOptimizer:
         changed = [layer.layout.num_trained > 0 and not skipped for layer in self._store.layers]
         for index in range(len(changed)):
             if changed[index]:
-                self._update_masters(update, index, rate, norm)
+                self._update_layer(update, index, rate, norm)
             ticket.read[index].set()
             if not update.delayed:
-                self._publish(update, index, changed[index])
+                self._announce(update, index)
         if update.delayed:
             # The step that runs must bring down all its gradients before the last of its uploads can be, so no
             # upload is waited for until every layer's gradient is used up; then in the order of its uploads.
             for index in reversed(range(len(changed))):
-                self._publish(update, index, changed[index])
+                if changed[index]:
+                    self._publish(update, index)
+                self._announce(update, index)
         self.updates_applied += not skipped
         return UpdateResult(ticket.step, loss_sum, rate, norm, skipped, self._skipped_in_a_row, self.skipped_steps)
 
     def _gradient_norm(self, update: Update) -> float:
-        """Norm of the gradient sum; first adds to each weight's gradient what other layers' uses of it gave."""
+        """Norm of the gradient sum. Workers have squared their layers' gradients, all but those with two uses."""
         square = 0.0
-        borrowed: list[tuple[Piece, torch.Tensor]] = []
         for index in reversed(range(len(self._store.layers))):  # the order in which gradients land
             self._wait([update.ticket.landed[index]])
-            layer = self._store.layers[index]
-            for piece, part in borrowed:
-                if piece.layer == index:
-                    layer.gradient[piece.start : piece.stop].add_(part)
-            borrowed += [
-                (piece, layer.gradient[piece.region_offset : piece.region_offset + piece.length])
-                for piece in layer.layout.borrowed_gradients
-            ]
-            # Row by row: one float32 norm over a large layer is off by 1e-2, its running sum being far too coarse.
-            rows = layer.gradient[: layer.layout.num_trained].view(-1, ALIGNMENT_ELEMENTS)
-            square += float(torch.linalg.vector_norm(rows, dim=1).double().square().sum())
+            if self._borrowed[index]:
+                parts = gradient_parts(self._store.layers[index], self._borrowed[index])
+                with span(f"norm of layer {index}"):
+                    square += sum(self._kernels.square_sum(gradients) for _, gradients in parts)
+            else:
+                square += float(update.ticket.squares[index])
         return math.sqrt(square)
 
     def _clip_coefficient(self, norm: float) -> float:
@@ -146,21 +147,54 @@ class HostOptimizer:
             return 1.0
         return min(1.0, self._max_grad_norm / (norm + 1e-6))
 
-    def _update_masters(self, update: Update, index: int, rate: float, norm: float) -> None:
-        """Updates a layer's masters and moments."""
+    def _update_layer(self, update: Update, index: int, rate: float, norm: float) -> None:
+        """Updates a layer's masters and moments, and its working weights unless these are held back."""
         layer = self._store.layers[index]
-        if layer.master_is_working:
-            assert not update.delayed, "a delayed update needs a store with separate masters"
+        if not update.delayed:
             self._wait(update.before.readers[index])
+        assert not (update.delayed and layer.master_is_working), "a delayed update needs separate masters"
         divisor = update.ticket.trained_tokens / self._clip_coefficient(norm)
-        self._algorithm.update(layer, rate, self.updates_applied, divisor)
+        with span(f"update of layer {index}"):
+            self._algorithm.update(
+                self._kernels,
+                layer,
+                self._borrowed[index],
+                rate,
+                self.updates_applied,
+                divisor,
+                write_working=not update.delayed,
+            )
 
-    def _publish(self, update: Update, index: int, changed: bool) -> None:
-        """Writes a layer's new working weights, if it has any, when nobody reads the old ones any more."""
+    def _publish(self, update: Update, index: int) -> None:
+        """Writes a layer's working weights that were held back, when nobody reads the old ones any more."""
+        self._wait(update.before.readers[index])
         layer = self._store.layers[index]
-        if changed and not layer.master_is_working:
-            self._wait(update.before.readers[index])
-            layer.working.copy_(layer.master)
-        # A layer that is not written holds the new version as soon as it holds the old one.
+        with span(f"publishing of layer {index}"):
+            self._kernels.round_into(layer.working, layer.master)
+
+    def _announce(self, update: Update, index: int) -> None:
+        """The layer holds the new version, or what it keeps of the old one as soon as it holds that."""
         self._wait([update.before.written[index]])
         update.after.written[index].set()
+
+
+def _borrowed_gradients(store: HostStore) -> list[list[BorrowedGradient]]:
+    """For each layer the gradients that other layers' uses of its weights give."""
+    borrowed: list[list[BorrowedGradient]] = [[] for _ in store.layers]
+    for layer in store.layers:
+        for piece in layer.layout.borrowed_gradients:
+            gradient = layer.gradient[piece.region_offset : piece.region_offset + piece.length]
+            borrowed[piece.layer].append((slice(piece.start, piece.stop), gradient))
+    return borrowed
+
+
+def update_cases(store: HostStore, delayed: bool) -> list[Case]:
+    """The types in which the layers of ``store`` are updated, for ``one_pass.prepare``."""
+    borrowed = _borrowed_gradients(store)
+    cases: dict[Case, None] = {}
+    for layer in store.layers:
+        if layer.layout.num_trained:
+            working = None if delayed or layer.master_is_working else layer.working.dtype
+            for _, gradients in gradient_parts(layer, borrowed[layer.layout.layer]):
+                cases[Case(tuple(gradient.dtype for gradient in gradients), working)] = None
+    return list(cases)

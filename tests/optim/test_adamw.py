@@ -6,10 +6,12 @@ import torch
 from rpft.engine.controller import Losses, Ticket, Update, WeightVersion
 from rpft.engine.failure import Failure
 from rpft.engine.streams import Delays, Event, happened
+from rpft.engine.worker import square_sum
 from rpft.model.host_store import HostStore
 from rpft.model.layout import TensorSpec, build_layouts
 from rpft.optim.adamw import AdamW
 from rpft.optim.host_optimizer import HostOptimizer
+from rpft.optim.one_pass import FusedPass
 from rpft.optim.schedule import Schedule
 
 
@@ -52,7 +54,7 @@ def test_updates_are_torchs_own_with_decay_on_matrices_only(divisor):
             store.trained_view(name, "gradient").copy_(gradient)
             parameter.grad = gradient / divisor
         plain.step()
-        ours.update(store.layers[0], 1e-2, step, divisor)
+        ours.update(FusedPass(), store.layers[0], [], 1e-2, step, divisor, write_working=True)
     for name, parameter in parameters.items():
         state = plain.state[parameter]
         close(store.tensor(name), parameter)
@@ -67,8 +69,7 @@ def test_a_hundred_small_updates_of_a_bf16_weight_add_up():
     layer = store.layers[0]
     for step in range(100):
         store.trained_view("t0", "gradient").fill_(1.0)
-        AdamW().update(layer, 6e-4, step, 1.0)
-        layer.working.copy_(layer.master)
+        AdamW().update(FusedPass(), layer, [], 6e-4, step, 1.0, write_working=True)
     assert store.trained_view("t0", "master").mean() == pytest.approx(0.94, abs=1e-4)
     assert store.tensor("t0").float().mean() == pytest.approx(0.94, abs=4e-3)
     assert (torch.tensor(1.0).bfloat16() - torch.tensor(6e-4).bfloat16()) == 1.0
@@ -86,7 +87,8 @@ def step_through():
         optimizers.append(optimizer)
         count = len(store.layers)
         landed, after = [happened() for _ in range(count)], [Event() for _ in range(count)]
-        ticket = Ticket(1, trained_tokens, landed, [Event() for _ in range(count)], Losses())
+        squares = torch.stack([square_sum(layer.gradient) for layer in store.layers])
+        ticket = Ticket(1, trained_tokens, landed, [Event() for _ in range(count)], Losses(), squares)
         before = WeightVersion.of([happened() for _ in range(count)])
         optimizer.submit(Update(ticket, before, WeightVersion.of(after), delayed=False))
         result = optimizer.wait(1)

@@ -1,0 +1,300 @@
+"""AdamW on flat host tensors in one pass over memory, with the gradient's norm and the rounding that belong to it.
+
+A parameter costs 28 bytes of memory traffic: a bfloat16 gradient 2, master and two moments 8 each, the working
+weight 2. Where nothing can be compiled, torch's fused kernel does the same in blocks, with more traffic.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from rpft.optim.kernels import SQUARES_ROW, compile_squares, compile_update
+from rpft.optim.threads import choose, measure, openmp_threads, thread_counts
+
+logger = logging.getLogger(__name__)
+
+SPARE_CORES = 2
+"""Cores left to other threads: the GIL lets one at a time issue work from Python, and what CUDA and autograd do
+for it outside the GIL overlaps with the next one's."""
+
+_FUSED_BLOCK = 1 << 22
+"""Elements that the fused kernel is given at once: few enough for the cache, many enough for its start-up."""
+
+_SCRATCH_ELEMENTS = 1 << 25
+"""Parameters of the measurement: 0.5 GB, more than caches hold of it."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """The types that one kind of layer is updated in; master and moments are float32 always."""
+
+    gradients: tuple[torch.dtype, ...]
+    """One, or two that are added up: the uses of a tied weight."""
+    working: torch.dtype | None
+    """None where a pass writes no working weights: the master is one, or they are published later."""
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """The numbers of one update."""
+
+    learning_rate: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    updates_before: int
+    gradient_divisor: float
+
+    def tensor(self) -> Tensor:
+        """As the compiled kernel takes them."""
+        step, (beta1, beta2) = self.updates_before + 1, self.betas
+        return torch.tensor(
+            [
+                1.0 / self.gradient_divisor,
+                1.0 - self.learning_rate * self.weight_decay,
+                1.0 - beta1,
+                beta2,
+                1.0 - beta2,
+                self.learning_rate / (1.0 - beta1**step),
+                1.0 / math.sqrt(1.0 - beta2**step),
+                self.eps,
+            ],
+            dtype=torch.float32,
+        )
+
+
+class OnePass(ABC):
+    """What the optimizer does to flat host tensors; for one thread at a time. ``prepare`` makes one.
+
+    Tensors are contiguous, [n] with any n, and lie in host memory. No call holds the GIL while it works.
+    """
+
+    num_threads: int | None = None
+    """OpenMP threads of every call; None: as many as the calling thread has set otherwise."""
+
+    def adamw_pass(
+        self,
+        gradients: Sequence[Tensor],
+        master: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        working: Tensor | None,
+        *,
+        learning_rate: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        updates_before: int,
+        gradient_divisor: float,
+    ) -> None:
+        """One update, as ``torch.optim.AdamW`` does it (Loshchilov and Hutter, arXiv 1711.05101).
+
+        The gradient is the float32 sum of ``gradients``, which are not modified, over ``gradient_divisor``.
+        ``master``, ``exp_avg`` and ``exp_avg_sq``, float32, are updated in place; ``working`` becomes the master
+        rounded to nearest even. ``updates_before`` counts the updates so far, for the bias correction. No
+        element's result depends on the number of threads.
+        """
+        state = [master, exp_avg, exp_avg_sq]
+        assert all(tensor.dtype == torch.float32 for tensor in state)
+        _assert_flat([*gradients, *state, *([] if working is None else [working])])
+        if len(master) > 0:
+            numbers = _Numbers(learning_rate, betas, eps, weight_decay, updates_before, gradient_divisor)
+            with openmp_threads(self.num_threads):
+                self._update(gradients, master, exp_avg, exp_avg_sq, working, numbers)
+
+    def round_into(self, working: Tensor, master: Tensor) -> None:
+        """``working`` becomes ``master`` rounded to nearest even."""
+        with openmp_threads(self.num_threads):
+            working.copy_(master)
+
+    def square_sum(self, gradients: Sequence[Tensor]) -> float:
+        """The sum of the squares of the sum of ``gradients``; not finite when an element of it is not.
+
+        Rows of fixed length are summed in float32 and the rows in double: right to about 1e-7, and the same to
+        the bit for any number of threads.
+        """
+        _assert_flat(gradients)
+        whole = len(gradients[0]) // SQUARES_ROW * SQUARES_ROW
+        rest = sum((gradient[whole:].double() for gradient in gradients[1:]), gradients[0][whole:].double())
+        total = float(np.square(rest.numpy()).sum())
+        if whole > 0:
+            with openmp_threads(self.num_threads):
+                total += self._rows_square_sum([gradient[:whole] for gradient in gradients])
+        return total
+
+    @abstractmethod
+    def _update(
+        self,
+        gradients: Sequence[Tensor],
+        master: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        working: Tensor | None,
+        numbers: _Numbers,
+    ) -> None: ...
+
+    @abstractmethod
+    def _rows_square_sum(self, gradients: Sequence[Tensor]) -> float: ...
+
+
+class CompiledPass(OnePass):
+    """Kernels compiled for some cases. A call in another case is a KeyError: nothing compiles later."""
+
+    def __init__(self, cases: Sequence[Case]) -> None:
+        """Compiles, or loads from Inductor's cache on the disk; raises what the compiler raises."""
+        self.cases = frozenset(cases)
+        self._updates = {case: compile_update(case.gradients, case.working) for case in cases}
+        self._squares = {dtypes: compile_squares(dtypes) for dtypes in {case.gradients for case in cases}}
+
+    def _update(
+        self,
+        gradients: Sequence[Tensor],
+        master: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        working: Tensor | None,
+        numbers: _Numbers,
+    ) -> None:
+        case = Case(_dtypes(gradients), None if working is None else working.dtype)
+        written = [] if working is None else [working]
+        self._updates[case](*gradients, master, exp_avg, exp_avg_sq, *written, numbers.tensor())
+
+    def _rows_square_sum(self, gradients: Sequence[Tensor]) -> float:
+        (rows,) = self._squares[_dtypes(gradients)](*gradients)
+        return _sum_in_double(rows)
+
+
+class FusedPass(OnePass):
+    """torch's fused kernel and copies, block by block."""
+
+    def __init__(self) -> None:
+        self._block = torch.empty(_FUSED_BLOCK, dtype=torch.float32)
+
+    def _update(
+        self,
+        gradients: Sequence[Tensor],
+        master: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        working: Tensor | None,
+        numbers: _Numbers,
+    ) -> None:
+        for part, gradient in self._summed(gradients):
+            adamw(
+                [master[part]],
+                [gradient.div_(numbers.gradient_divisor)],
+                [exp_avg[part]],
+                [exp_avg_sq[part]],
+                [],
+                [torch.tensor(float(numbers.updates_before))],
+                fused=True,
+                amsgrad=False,
+                beta1=numbers.betas[0],
+                beta2=numbers.betas[1],
+                lr=numbers.learning_rate,
+                weight_decay=numbers.weight_decay,
+                eps=numbers.eps,
+                maximize=False,
+            )
+            if working is not None:
+                working[part].copy_(master[part])
+
+    def _rows_square_sum(self, gradients: Sequence[Tensor]) -> float:
+        return sum(
+            _sum_in_double(torch.linalg.vector_norm(gradient.view(-1, SQUARES_ROW), dim=1).square_())
+            for _, gradient in self._summed(gradients)
+        )
+
+    def _summed(self, gradients: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
+        """The gradients' float32 sum, part by part in one and the same memory."""
+        total = len(gradients[0])
+        for start in range(0, total, _FUSED_BLOCK):
+            part = slice(start, min(start + _FUSED_BLOCK, total))
+            block = self._block[: part.stop - start].copy_(gradients[0][part])
+            for gradient in gradients[1:]:
+                block.add_(gradient[part])
+            yield part, block
+
+
+def prepare(cases: Sequence[Case], *, spare_cores: int = SPARE_CORES, num_threads: int | None = None) -> OnePass:
+    """The kernels for ``cases``, on ``num_threads``, or as many as a measurement of the first case finds best.
+
+    Compiles here and nowhere later, in the calling thread: about 12 s for the first kernel on a machine and 2 for
+    each other (two a case), from then on 3 s in all from Inductor's cache, which processes may fill at once. Where
+    that fails the fused kernel is used, and a warning says so once.
+
+    The measurement takes under a second and 0.6 GB for that long. It tries no more threads than the process has
+    cores less ``spare_cores``; where that leaves one, there is nothing to measure.
+    """
+    kernels = _compiled_or_fused(cases)
+    if num_threads is None:
+        counts = thread_counts(spare_cores)
+        num_threads = counts[0]
+        if len(counts) > 1:
+            num_threads = choose(measure(counts, lambda: scratch(kernels, cases[0])))
+    kernels.num_threads = num_threads
+    return kernels
+
+
+def scratch(kernels: OnePass, case: Case, num_params: int = _SCRATCH_ELEMENTS) -> Callable[[], None]:
+    """A pass of ``case`` over ``num_params`` made-up parameters, to be measured."""
+    master, exp_avg, exp_avg_sq = (torch.ones(num_params, dtype=torch.float32) for _ in range(3))
+    gradients = [torch.ones(num_params, dtype=dtype) for dtype in case.gradients]
+    working = None if case.working is None else torch.ones(num_params, dtype=case.working)
+    return lambda: kernels.adamw_pass(
+        gradients,
+        master,
+        exp_avg,
+        exp_avg_sq,
+        working,
+        learning_rate=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=0.01,
+        updates_before=0,
+        gradient_divisor=1.0,
+    )
+
+
+def _compiled_or_fused(cases: Sequence[Case]) -> OnePass:
+    try:
+        return CompiledPass(cases)
+    except Exception as error:  # a failed compilation has no type of its own; whatever it is, training can go on
+        reason = next(iter(str(error).strip().splitlines()), "no reason given")
+        _warn_once(
+            "the optimizer's one-pass kernel could not be compiled, so torch's fused kernel is used: the same"
+            " update, slower. It needs a C++ compiler (g++) and Python's headers."
+            f" {type(error).__name__}: {reason}"
+        )
+        return FusedPass()
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
+
+
+def _sum_in_double(rows: Tensor) -> float:
+    """In numpy, whose sum runs in one thread, so that its order is always the same."""
+    return float(np.sum(rows.numpy(), dtype=np.float64))
+
+
+def _dtypes(tensors: Sequence[Tensor]) -> tuple[torch.dtype, ...]:
+    return tuple(tensor.dtype for tensor in tensors)
+
+
+def _assert_flat(tensors: Sequence[Tensor]) -> None:
+    """The compiled code takes lengths and strides on trust."""
+    shape = tensors[0].shape
+    assert len(shape) == 1
+    assert all(tensor.shape == shape and tensor.is_contiguous() and tensor.is_cpu for tensor in tensors)

@@ -1,0 +1,78 @@
+"""How many threads work on the optimizer's tensors, without a change for any other thread."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+_WORTH_MORE_THREADS = 0.03
+"""A higher number of threads is taken for at least this share of the time."""
+
+_TRIALS = 4
+"""Runs for a number of threads; the first also starts them."""
+
+
+@contextlib.contextmanager
+def openmp_threads(count: int | None) -> Iterator[None]:
+    """This thread's OpenMP regions have ``count`` threads, other threads' what they had; None changes nothing.
+
+    ``torch.set_num_threads`` would also change what threads get that use torch for the first time later.
+    """
+    openmp = _openmp()
+    if openmp is None or count is None:
+        yield
+        return
+    before = openmp.omp_get_max_threads()
+    openmp.omp_set_num_threads(count)
+    try:
+        yield
+    finally:
+        openmp.omp_set_num_threads(before)
+
+
+@functools.cache
+def _openmp() -> ctypes.CDLL | None:
+    """GCC's OpenMP, which compiled kernels and torch's own on Linux use; where there is none, nothing is set."""
+    try:
+        return ctypes.CDLL("libgomp.so.1")
+    except OSError:
+        return None
+
+
+def thread_counts(spare_cores: int) -> list[int]:
+    """Numbers of threads worth a trial: all cores of this process but ``spare_cores``, and some shares of that."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    most = max(1, cores - spare_cores)
+    return sorted({max(1, round(most * share)) for share in (0.25, 0.375, 0.5, 0.75, 1.0)})
+
+
+def measure(counts: list[int], setup: Callable[[], Callable[[], None]]) -> dict[int, float]:
+    """The least seconds that the work which ``setup`` returns takes on each number of threads."""
+
+    def run() -> dict[int, float]:
+        work = setup()
+        seconds: dict[int, float] = {}
+        for count in counts:
+            trials = []
+            for _ in range(_TRIALS):
+                started = time.perf_counter()
+                with openmp_threads(count):
+                    work()
+                trials.append(time.perf_counter() - started)
+            seconds[count] = min(trials)
+        return seconds
+
+    # In a thread of its own, because OpenMP keeps a thread's helpers for as long as that thread lives.
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        return executor.submit(run).result()
+
+
+def choose(seconds: Mapping[int, float]) -> int:
+    """From seconds by number of threads, the lowest number that is within 3% of the fastest."""
+    limit = min(seconds.values()) * (1 + _WORTH_MORE_THREADS)
+    return min(count for count, taken in seconds.items() if taken <= limit)

@@ -1,0 +1,281 @@
+"""One pass of AdamW over host memory: torch's numbers, exact rounding, any threads, nobody kept waiting."""
+
+import logging
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch._inductor import config as inductor_config
+
+from rpft.optim import one_pass, threads
+from rpft.optim.kernels import SQUARES_ROW
+from rpft.optim.one_pass import Case, CompiledPass, FusedPass, prepare
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+ONE_USE = Case((BF16,), BF16)
+TWO_USES = Case((FP32, FP32), None)
+HALF = Case((FP16,), FP16)
+SETTINGS = {"learning_rate": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "updates_before": 0}
+LENGTHS = [1, 15, 16, 17, 4 * SQUARES_ROW + 37]
+SPECIAL = [float("inf"), float("-inf"), float("nan"), -0.0, 1e-40, -1e-45, 3.4e38, 65519.0, 65520.0, 6e-8, 2.9e-8]
+TIES = [1.00390625, 1.01171875, 1.00048828125, 1.00146484375]
+"""Half-way between two neighbours, the even one below and above: bfloat16, float16."""
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+@pytest.fixture(scope="module")
+def compiled_cases():
+    return CompiledPass([ONE_USE, TWO_USES])
+
+
+@pytest.fixture(params=[pytest.param("compiled", marks=needs_compiler), "fused"])
+def kernels(request, monkeypatch):
+    if request.param == "compiled":
+        kernels = request.getfixturevalue("compiled_cases")
+    else:
+        monkeypatch.setattr(one_pass, "_FUSED_BLOCK", 2 * SQUARES_ROW)
+        kernels = FusedPass()
+    monkeypatch.setattr(kernels, "num_threads", None)
+    return kernels
+
+
+@pytest.fixture
+def compiled(compiled_cases, monkeypatch):
+    monkeypatch.setattr(compiled_cases, "num_threads", None)
+    return compiled_cases
+
+
+def random(length, dtype, seed):
+    return torch.randn(length, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def fresh(case, length):
+    """Master, moments and working weights of a layer that has had no update."""
+    working = None if case.working is None else torch.zeros(length, dtype=case.working)
+    return random(length, FP32, 0), torch.zeros(length), torch.zeros(length), working
+
+
+def random_gradients(case, length, seed):
+    return [random(length, dtype, 100 * seed + number) for number, dtype in enumerate(case.gradients, 1)]
+
+
+def assert_torchs_numbers(kernels, case, length, weight_decay, divisor):
+    master, exp_avg, exp_avg_sq, working = fresh(case, length)
+    parameter = torch.nn.Parameter(master.clone())
+    reference = torch.optim.AdamW([parameter], lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=weight_decay)
+    settings = SETTINGS | {"weight_decay": weight_decay, "gradient_divisor": divisor}
+    for step in range(5):
+        gradients = random_gradients(case, length, step)
+        kept = [gradient.clone() for gradient in gradients]
+        kernels.adamw_pass(gradients, master, exp_avg, exp_avg_sq, working, **settings | {"updates_before": step})
+        assert all(torch.equal(*pair) for pair in zip(gradients, kept, strict=True))
+        parameter.grad = sum(gradient.float() for gradient in kept) / divisor
+        reference.step()
+    state = reference.state[parameter]
+    for ours, theirs in (
+        (master, parameter.detach()),
+        (exp_avg, state["exp_avg"]),
+        (exp_avg_sq, state["exp_avg_sq"]),
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+    if working is not None:
+        assert torch.equal(working, master.to(working.dtype))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("case", [ONE_USE, TWO_USES])
+@pytest.mark.parametrize(("weight_decay", "divisor"), [(0.1, 1.0), (0.0, 37.0)])
+def test_the_update_is_torchs(kernels, case, length, weight_decay, divisor):
+    assert_torchs_numbers(kernels, case, length, weight_decay, divisor)
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_the_update_is_torchs_in_float16():
+    assert_torchs_numbers(CompiledPass([HALF]), HALF, 4133, 0.1, 3.0)
+
+
+def test_a_layer_without_elements_is_left_alone(kernels):
+    empty = torch.zeros(0)
+    kernels.adamw_pass([empty, empty], empty, empty, empty, None, **SETTINGS, gradient_divisor=1.0)
+    assert kernels.square_sum([empty, empty]) == 0.0
+
+
+def awkward_masters():
+    return torch.cat([torch.tensor(SPECIAL + TIES), random(4133, FP32, 1), torch.tensor(SPECIAL + TIES)])
+
+
+def bits(tensor):
+    return tensor.view(torch.int16)
+
+
+def test_working_weights_are_rounded_like_torchs_to_the_bit(kernels):
+    master = awkward_masters()
+    zero, working = torch.zeros_like(master), torch.zeros(len(master), dtype=BF16)
+    before = master.clone()
+    kernels.adamw_pass(
+        [zero.bfloat16()],
+        master,
+        zero.clone(),
+        zero.clone(),
+        working,
+        **SETTINGS | {"weight_decay": 0.0, "gradient_divisor": 1.0},
+    )
+    torch.testing.assert_close(master, before, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(bits(working), bits(before.to(BF16)))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_rounding_alone_is_torchs_to_the_bit(kernels, dtype):
+    master = awkward_masters()
+    working = torch.zeros(len(master), dtype=dtype)
+    kernels.round_into(working, master)
+    assert torch.equal(bits(working), bits(master.to(dtype)))
+
+
+@pytest.mark.parametrize("case", [ONE_USE, TWO_USES])
+@pytest.mark.parametrize("length", [*LENGTHS, 1_000_003])
+def test_the_square_sum_is_right(kernels, case, length):
+    gradients = random_gradients(case, length, 3)
+    exact = float(sum(gradient.float() for gradient in gradients).double().square().sum())
+    assert kernels.square_sum(gradients) == pytest.approx(exact, rel=1e-6)
+
+
+@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize("fault", [float("inf"), float("nan")])
+def test_a_square_sum_shows_an_element_that_is_not_finite(kernels, fault, place):
+    gradient = random(2 * SQUARES_ROW + 5, BF16, 0)
+    gradient[place] = fault
+    assert not torch.tensor(kernels.square_sum([gradient])).isfinite()
+
+
+@pytest.mark.parametrize("case", [ONE_USE, TWO_USES])
+def test_results_are_the_same_bits_for_any_number_of_threads(kernels, case):
+    length = 977 * SQUARES_ROW + 37
+    gradients = random_gradients(case, length, 1)
+    outcomes = []
+    for kernels.num_threads in (1, 2, 3, 7):
+        master, exp_avg, exp_avg_sq, working = fresh(case, length)
+        kernels.adamw_pass(gradients, master, exp_avg, exp_avg_sq, working, **SETTINGS, gradient_divisor=3.0)
+        outcomes.append((kernels.square_sum(gradients), master, exp_avg, exp_avg_sq))
+    (first_sum, *first), *others = outcomes
+    for square_sum, *state in others:
+        assert square_sum == first_sum
+        assert all(torch.equal(*pair) for pair in zip(state, first, strict=True))
+
+
+def in_a_thread_of_its_own(work):
+    """What ``work`` returns in a thread that has never used OpenMP."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(work()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+@needs_compiler
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted as Linux lists them")
+def test_a_pass_has_the_threads_that_it_was_given_and_changes_no_other_setting(compiled):
+    run = one_pass.scratch(compiled, ONE_USE, 100_000)
+
+    def threads_started():
+        torch.get_num_threads()  # torch's own first use in a thread
+        before = len(os.listdir("/proc/self/task")), torch.get_num_threads()
+        compiled.num_threads = 4
+        run()
+        after = len(os.listdir("/proc/self/task")), torch.get_num_threads()
+        return after[0] - before[0], after[1] == before[1]
+
+    others = torch.get_num_threads()
+    assert in_a_thread_of_its_own(threads_started) == (3, True)
+    assert torch.get_num_threads() == others
+    assert in_a_thread_of_its_own(torch.get_num_threads) == others
+
+
+@needs_compiler
+def test_other_threads_run_python_in_the_middle_of_a_pass(compiled):
+    """One thread works upwards through the moments; only Python that runs meanwhile can see them half updated."""
+    length = 1 << 22
+    gradient, master = torch.ones(length, dtype=BF16), torch.ones(length)
+    exp_avg, exp_avg_sq, working = torch.zeros(length), torch.zeros(length), torch.zeros(length, dtype=BF16)
+    seen = threading.Event()
+
+    def update():
+        compiled.num_threads = 1
+        settings = SETTINGS | {"betas": (0.999, 0.999), "gradient_divisor": 1.0}
+        for step in range(300):
+            if seen.is_set():
+                return
+            settings["updates_before"] = step
+            compiled.adamw_pass([gradient], master, exp_avg, exp_avg_sq, working, **settings)
+
+    thread = threading.Thread(target=update)
+    moments = exp_avg.numpy()
+    thread.start()
+    while thread.is_alive() and not seen.is_set():
+        first = moments[0]  # read before the last: a whole update in between must not look like half of one
+        if first > moments[-1]:
+            seen.set()
+    thread.join()
+    assert seen.is_set()
+
+
+@needs_compiler
+def test_nothing_is_compiled_in_the_middle_of_a_step(compiled):
+    with pytest.raises(KeyError):
+        one_pass.scratch(compiled, Case((FP32,), BF16), 64)()
+
+
+def test_without_a_compiler_the_fused_kernel_does_it_and_says_so_once(caplog):
+    one_pass._warn_once.cache_clear()
+    with inductor_config.patch({"cpp.cxx": ("no-such-compiler",)}), caplog.at_level(logging.WARNING):
+        first, second = (prepare([ONE_USE], num_threads=1) for _ in range(2))
+    assert isinstance(first, FusedPass)
+    assert isinstance(second, FusedPass)
+    (message,) = [record.getMessage() for record in caplog.records if record.name == one_pass.__name__]
+    assert "C++ compiler" in message
+    assert_torchs_numbers(first, ONE_USE, 4133, 0.1, 3.0)
+
+
+def test_a_pass_over_tensors_of_different_lengths_is_refused(kernels):
+    master, exp_avg, exp_avg_sq, working = fresh(ONE_USE, 64)
+    with pytest.raises(AssertionError):
+        kernels.adamw_pass(
+            [torch.zeros(65, dtype=BF16)], master, exp_avg, exp_avg_sq, working, **SETTINGS, gradient_divisor=1.0
+        )
+
+
+def test_the_fewest_threads_within_three_percent_of_the_fastest_are_chosen():
+    assert threads.choose({1: 2.0, 4: 1.02, 8: 1.0, 16: 1.01}) == 4
+    assert threads.choose({1: 2.0, 4: 1.04, 8: 1.0}) == 8
+
+
+@pytest.mark.parametrize(("cores", "spare", "counts"), [(2, 2, [1]), (4, 2, [1, 2]), (32, 2, [8, 11, 15, 22, 30])])
+def test_no_trial_takes_the_spare_cores(cores, spare, counts, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    assert threads.thread_counts(spare) == counts
+
+
+@pytest.mark.skipif(threads._openmp() is None, reason="needs GCC's OpenMP")
+def test_a_trial_runs_on_its_number_of_threads():
+    openmp = threads._openmp()
+    assert openmp is not None
+    used = []
+    before = openmp.omp_get_max_threads()
+    seconds = threads.measure([1, 3], lambda: lambda: used.append(openmp.omp_get_max_threads()))
+    assert list(seconds) == [1, 3]
+    assert sorted(set(used)) == [1, 3]
+    assert openmp.omp_get_max_threads() == before
+
+
+@needs_compiler
+def test_prepared_kernels_measure_for_themselves(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(5)), raising=False)
+    monkeypatch.setattr(one_pass, "_SCRATCH_ELEMENTS", 1 << 12)
+    kernels = prepare([ONE_USE])
+    assert isinstance(kernels, CompiledPass)
+    assert kernels.num_threads in threads.thread_counts(one_pass.SPARE_CORES)
