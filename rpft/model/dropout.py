@@ -9,7 +9,7 @@ arithmetic is integer, so that the CPU and CUDA draw the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,12 +32,21 @@ def mix(*values: int) -> int:
     return state
 
 
-def keep_mask(shape: torch.Size, p: float, key: int, device: torch.device) -> torch.Tensor:
+Key = tuple[int, int] | tuple[torch.Tensor, torch.Tensor]
+"""The low and high 32 bits of the key of one dropout; int64 scalars inside a traced graph."""
+
+
+def halves(key: int) -> tuple[int, int]:
+    """A 64-bit key as a ``Key``."""
+    return key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF
+
+
+def keep_mask(shape: torch.Size, p: float, key: Key, device: torch.device) -> torch.Tensor:
     """Boolean mask of ``shape``, True with probability ``1 - p``; element i depends on (key, i) only."""
     count = math.prod(shape)
     # 32-bit multiplicative rounds in int64: products stay under 2**63, so no overflow differs between devices.
     x = torch.arange(count, dtype=torch.int64, device=device)
-    low, high = key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF
+    low, high = key
     x = ((x & 0xFFFFFFFF) ^ low) + (x >> 32) * 0x9E37
     for multiplier, salt in ((0x7FEB352D, high), (0x2C1B3C6D, low), (0x297A2D39, high)):
         x = x & 0xFFFFFFFF
@@ -48,9 +57,10 @@ def keep_mask(shape: torch.Size, p: float, key: int, device: torch.device) -> to
 
 
 class _PlacedDropout(TorchFunctionMode):
-    def __init__(self, key: int) -> None:
+    def __init__(self, key_of_call: Callable[[int], Key]) -> None:
+        """``key_of_call``: the key of the n-th dropout that is drawn, from 1."""
         super().__init__()
-        self.key, self.calls = key, 0
+        self._key_of_call, self.calls = key_of_call, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -66,7 +76,7 @@ class _PlacedDropout(TorchFunctionMode):
         if not training or p == 0.0:
             return input
         self.calls += 1
-        keep = keep_mask(input.shape, p, mix(self.key, self.calls), input.device)
+        keep = keep_mask(input.shape, p, self._key_of_call(self.calls), input.device)
         return torch.where(keep, input / (1.0 - p), 0.0)
 
     def _attention(
@@ -105,10 +115,30 @@ def _dropout_p(
 
 
 @contextmanager
-def placed_dropout(key: int | None) -> Iterator[None]:
-    """Draws every dropout of this thread from ``key`` and the order of calls; None leaves torch alone."""
-    if key is None:
+def placed_dropout(place: int | None) -> Iterator[None]:
+    """Draws every dropout of this thread from ``place`` and the order of calls; None leaves torch alone."""
+    if place is None:
         yield
         return
-    with _PlacedDropout(key):
+    with _PlacedDropout(lambda call: halves(mix(place, call))):
         yield
+
+
+@contextmanager
+def drawn_dropout(keys: torch.Tensor) -> Iterator[None]:
+    """As ``placed_dropout`` with the keys of its calls given as a tensor, see ``draw_keys``: for traced graphs."""
+    with _PlacedDropout(lambda call: (keys[call - 1, 0], keys[call - 1, 1])):
+        yield
+
+
+@contextmanager
+def counted_dropout() -> Iterator[Callable[[], int]]:
+    """Gives a function that tells how many dropouts have been drawn inside."""
+    mode = _PlacedDropout(lambda call: (0, 0))
+    with mode:
+        yield lambda: mode.calls
+
+
+def draw_keys(place: int, count: int) -> torch.Tensor:
+    """The keys of the first ``count`` dropouts under ``placed_dropout(place)``, int64 [count, 2]."""
+    return torch.tensor([halves(mix(place, call)) for call in range(1, count + 1)], dtype=torch.int64)

@@ -9,19 +9,18 @@ Shapes: hidden state [rows, sequence, hidden]; ids, labels and positions [rows, 
 from __future__ import annotations
 
 import copy
-import threading
 from collections import OrderedDict
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from rpft.model.adapters import caches_parametrizations
+from rpft.model.blocks import Block, BlockCall, EagerKept, Kept, Weights
 from rpft.model.dropout import mix, placed_dropout
+from rpft.model.graphs import KernelKind, Kernels
+from rpft.model.head import HeadLoss
 from rpft.model.skeleton import (
     EmbeddingStub,
     ShellState,
@@ -31,15 +30,6 @@ from rpft.model.skeleton import (
     replace_module,
     stub_blocks,
 )
-
-Weights = dict[str, torch.Tensor]
-"""Full tensor name to tensor."""
-
-HEAD_CHUNK_TOKENS = 1024
-"""Tokens whose logits exist at once: 0.6 GB in float32 at a vocabulary of 150,000."""
-
-_ONE_THREAD = threading.Lock()
-"""Held by a forward pass that uses torch's cache of parametrizations, which is one for the whole process."""
 
 _CONTEXTS_KEPT = 4
 """Contexts remembered a worker: unpacked microbatches of one shape share theirs."""
@@ -59,14 +49,6 @@ class DeviceBatch:
     """[trained tokens] int64: the token that each of them must predict."""
 
 
-@dataclass(frozen=True)
-class BlockCall:
-    """Everything but the hidden state that the model passes to one block: masks, rotary tables, positions."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
 class _TrunkStub(nn.Module):
     """Stands in the place of the trunk in front of the family's own head code."""
 
@@ -79,23 +61,37 @@ class _TrunkStub(nn.Module):
 class LayerFunctions:
     """The layers 0 (embedding), 1..L (blocks) and L + 1 (head) of one model as functions, on one device."""
 
-    def __init__(self, skeleton: Skeleton, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        device: torch.device,
+        dtype: torch.dtype,
+        kernels: KernelKind = "eager",
+        deterministic: bool = False,
+    ) -> None:
+        """``deterministic``: only kernels that give the same bits every time."""
         model = skeleton.model
         self.device, self.dtype = device, dtype
         self.num_blocks = skeleton.num_blocks
-        self._prefix = skeleton.trunk_path + "."
+        self._hidden_size = model.config.get_text_config().hidden_size
+        self.prefix = skeleton.trunk_path + "."
         self._block_prefixes = [f"{skeleton.blocks_path}.{i}." for i in range(self.num_blocks)]
         self._kinds = kinds_of_blocks(skeleton)
         first_of_kind = [self._kinds.index(kind) for kind in range(max(self._kinds) + 1)]
         self._templates = [self._place(copy.deepcopy(skeleton.blocks[i])) for i in first_of_kind]
-        self._caches = [caches_parametrizations(template) for template in self._templates]
+        shared = Kernels(kernels, device, deterministic)
+        self._block_kinds = [
+            Block(f"block {i}", template, shared)
+            for i, template in zip(first_of_kind, self._templates, strict=True)
+        ]
+        self.head = HeadLoss(self, shared)
 
         self._state = ShellState(skeleton.returns_tuple)
         self._front = self._place(self._without_blocks(skeleton))
         self._back = self._place(self._without_blocks(skeleton))
         for path in skeleton.embedding_modules:
             stub = EmbeddingStub(path, model.get_submodule(path), dtype)
-            replace_module(self._back, path.removeprefix(self._prefix), stub)
+            replace_module(self._back, path.removeprefix(self.prefix), stub)
         self._trunk = _TrunkStub()
         memo = {id(skeleton.trunk): self._trunk}
         self._causal = self._place(copy.deepcopy(model, memo))
@@ -111,13 +107,23 @@ class LayerFunctions:
         return module
 
     def _without_blocks(self, skeleton: Skeleton) -> nn.Module:
-        path = skeleton.blocks_path.removeprefix(self._prefix)
+        path = skeleton.blocks_path.removeprefix(self.prefix)
         shell = copy.deepcopy(skeleton.trunk, {id(skeleton.blocks): skeleton.blocks})
         stub_blocks(shell, path, self._state)
         return shell
 
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden state."""
+        return self._hidden_size
+
+    def kind_of(self, layer: int) -> int:
+        """A number that blocks of the same code and shapes share; embedding and head have their own."""
+        return {0: -1, self.num_blocks + 1: -2}.get(layer) or self._kinds[layer - 1]
+
     def train(self, mode: bool) -> None:
         """Switches dropout on or off in every template."""
+        self.training = mode
         for module in (self._front, self._back, self._causal, *self._templates):
             module.train(mode)
 
@@ -165,38 +171,78 @@ class LayerFunctions:
     def forward(
         self, layer: int, hidden: torch.Tensor | None, weights: Weights, batch: DeviceBatch, key: int | None
     ) -> torch.Tensor:
-        """The output of layer 0..L. ``hidden`` is None for layer 0; ``key`` places the dropout (None: off)."""
+        """The output of layer 0..L, without what a gradient needs.
+
+        ``hidden`` is None for layer 0; ``key`` places the dropout (None: off).
+        """
         place = None if key is None else mix(key, layer)
         if layer == 0:
             with placed_dropout(place):
                 return self._embed(weights, batch)
         assert hidden is not None
-        call = self.context(batch)[layer - 1]
-        template = self._templates[self._kinds[layer - 1]]
+        block, own, call = self._block(layer, weights, batch)
+        return block.forward(hidden, own, call, place)
+
+    def keep(
+        self,
+        layer: int,
+        hidden: torch.Tensor | None,
+        weights: Weights,
+        batch: DeviceBatch,
+        key: int | None,
+        trained: frozenset[str],
+        with_grad_hidden: bool,
+        with_output: bool,
+    ) -> tuple[torch.Tensor | None, Kept]:
+        """Layer 0..L for a backward: (its output, what it keeps); see ``Block.keep``.
+
+        ``trained``: names of the weights that get gradients. ``with_grad_hidden``: whether a layer below needs the
+        gradient of ``hidden``.
+        """
+        place = None if key is None else mix(key, layer)
+        if layer == 0:
+            leaves = {n: w.detach().requires_grad_() for n, w in weights.items() if n in trained}
+            with torch.enable_grad(), placed_dropout(place):
+                output = self._embed({**weights, **leaves}, batch)
+            return output, EagerKept(output, None, leaves)
+        assert hidden is not None
+        block, own, call = self._block(layer, weights, batch)
+        output, kept = block.keep(hidden, own, call, place, with_grad_hidden, with_output)
+        return output, _Prefixed(kept, self._block_prefixes[layer - 1])
+
+    def _block(self, layer: int, weights: Weights, batch: DeviceBatch) -> tuple[Block, Weights, BlockCall]:
         own = self._strip(weights, self._block_prefixes[layer - 1])
-        alone = _ONE_THREAD if self._caches[self._kinds[layer - 1]] else nullcontext()
-        with placed_dropout(place), alone:
-            out = functional_call(template, own, (hidden, *call.args), call.kwargs)
-        return out[0] if isinstance(out, tuple) else out
+        return self._block_kinds[self._kinds[layer - 1]], own, self.context(batch)[layer - 1]
 
     def _embed(self, weights: Weights, batch: DeviceBatch) -> torch.Tensor:
         def stop(index: int, hidden: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
             raise StopForward(hidden)
 
-        return self._run_trunk(self._front, self._strip(weights, self._prefix), batch, stop)
+        return self._run_trunk(self._front, self._strip(weights, self.prefix), batch, stop)
 
-    def _finish(self, hidden: torch.Tensor, weights: Weights, batch: DeviceBatch) -> Any:
-        """The trunk's own output for the last block's ``hidden``: what follows the blocks, up to the head."""
+    def finish(
+        self, hidden: torch.Tensor, weights: Weights, ids: torch.Tensor, positions: torch.Tensor | None
+    ) -> torch.Tensor:
+        """From the last block's output to what the head is given: final hidden states [tokens, hidden].
+
+        ``weights`` are those of the trunk, by full name.
+        """
 
         def hand_over(index: int, ignored: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
             return hidden if index == self.num_blocks - 1 else ignored
 
-        return self._run_trunk(self._back, self._strip(weights, self._prefix), batch, hand_over)
+        batch = DeviceBatch(ids, positions, ids, ids)
+        output = self._run_trunk(self._back, self._strip(weights, self.prefix), batch, hand_over)
+        others = {name: value for name, value in output.items() if name != "last_hidden_state"}
+        assert not any(isinstance(value, torch.Tensor) for value in others.values())
+        self._trunk_output = type(output), others
+        return output.last_hidden_state.flatten(0, 1)
 
-    def _logits(self, output: Any, hidden: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """The family's own head, soft-capping and scaling on final hidden states [tokens, hidden]."""
-        self._trunk.output = type(output)(**{**output, "last_hidden_state": hidden.unsqueeze(0)})
-        own = {n: w for n, w in weights.items() if not n.startswith(self._prefix)}
+    def head_logits(self, hidden: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """The family's own head, soft-capping and scaling, on final hidden states [tokens, hidden]."""
+        kind, others = self._trunk_output
+        self._trunk.output = kind(**others, last_hidden_state=hidden.unsqueeze(0))
+        own = {n: w for n, w in weights.items() if not n.startswith(self.prefix)}
         ids = torch.zeros(1, hidden.shape[0], dtype=torch.long, device=hidden.device)
         try:
             return functional_call(self._causal, own, (), {"input_ids": ids, "use_cache": False}).logits[0]
@@ -205,65 +251,17 @@ class LayerFunctions:
 
     def logits(self, hidden: torch.Tensor, weights: Weights, batch: DeviceBatch) -> torch.Tensor:
         """Logits [rows, sequence, vocabulary] of the last block's output: for checks on a few tokens."""
-        output = self._finish(hidden, weights, batch)
-        flat = output.last_hidden_state.flatten(0, 1)
-        return self._logits(output, flat, weights).view(*hidden.shape[:2], -1)
-
-    def loss(self, hidden: torch.Tensor, weights: Weights, batch: DeviceBatch) -> torch.Tensor:
-        """The sum of cross-entropy over the trained tokens, float32 scalar; no gradient is kept."""
-        with torch.no_grad():
-            output = self._finish(hidden, weights, batch)
-            scored = output.last_hidden_state.flatten(0, 1)[batch.trained_at]
-            total = torch.zeros((), device=hidden.device)
-            for chunk, target in self._chunks(scored, batch.targets):
-                total += self._cross_entropy(output, chunk, target, weights)
-        return total
-
-    def loss_and_gradients(
-        self, hidden: torch.Tensor, weights: Weights, batch: DeviceBatch, leaves: Weights, key: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor, Weights]:
-        """The loss sum, its gradient for ``hidden``, and float32 gradient sums for ``leaves`` (name to weight).
-
-        ``hidden`` is detached. The head runs in chunks of tokens, so that the logits of all tokens never
-        exist at once; gradients over chunks are summed in float32.
-        """
-        hidden = hidden.detach().requires_grad_()
-        with torch.enable_grad(), placed_dropout(None if key is None else mix(key, self.num_blocks + 1)):
-            output = self._finish(hidden, weights, batch)
-            final = output.last_hidden_state
-        flat = final.detach().flatten(0, 1)
-        grad_flat = torch.zeros_like(flat)
-        sums: Weights = {}
-        outer = {n: w for n, w in leaves.items() if not n.startswith(self._prefix)}
-        total = torch.zeros((), device=hidden.device)
-        scored = flat[batch.trained_at]
-        grads_scored = []
-        for chunk, target in self._chunks(scored, batch.targets):
-            chunk = chunk.detach().requires_grad_()
-            with torch.enable_grad():
-                loss = self._cross_entropy(output, chunk, target, weights)
-            grads = torch.autograd.grad(loss, [chunk, *outer.values()], allow_unused=True)
-            grads_scored.append(grads[0])
-            _add_gradients(sums, outer, grads[1:])
-            total += loss.detach()
-        if grads_scored:
-            grad_flat.index_copy_(0, batch.trained_at, torch.cat(grads_scored))
-        inner = {n: w for n, w in leaves.items() if n.startswith(self._prefix)}
-        grads = torch.autograd.grad(final, [hidden, *inner.values()], grad_flat.view_as(final), allow_unused=True)
-        _add_gradients(sums, inner, grads[1:])
-        return total, grads[0], sums
-
-    @staticmethod
-    def _chunks(scored: torch.Tensor, targets: torch.Tensor) -> Any:
-        return zip(scored.split(HEAD_CHUNK_TOKENS), targets.split(HEAD_CHUNK_TOKENS), strict=True)
-
-    def _cross_entropy(
-        self, output: Any, chunk: torch.Tensor, target: torch.Tensor, weights: Weights
-    ) -> torch.Tensor:
-        return F.cross_entropy(self._logits(output, chunk, weights).float(), target, reduction="sum")
+        inner = {name: weight for name, weight in weights.items() if name.startswith(self.prefix)}
+        final = self.finish(hidden, inner, batch.input_ids, batch.position_ids)
+        return self.head_logits(final, weights).view(*hidden.shape[:2], -1)
 
 
-def _add_gradients(sums: Weights, leaves: Weights, grads: Any) -> None:
-    for name, grad in zip(leaves, grads, strict=True):
-        if grad is not None:
-            sums[name] = sums[name].add_(grad) if name in sums else grad.to(torch.float32, copy=True)
+class _Prefixed(NamedTuple):
+    """What a block keeps, with the sums under the full names of the layer's weights."""
+
+    kept: Kept
+    prefix: str
+
+    def backward(self, grad: torch.Tensor, sums: Weights) -> torch.Tensor | None:
+        """See ``Kept``."""
+        return self.kept.backward(grad, {name.removeprefix(self.prefix): total for name, total in sums.items()})

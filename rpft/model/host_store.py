@@ -1,32 +1,35 @@
 """The host store: working weights, gradients, master weights and moments of every layer, flat in RAM.
 
-Per trained parameter in bfloat16: working weight 2 bytes, gradient 4, master 4, two moments 8. In float32
+Per trained parameter in bfloat16: working weight 2 bytes, gradient 2 or 4, master 4, two moments 8. In float32
 the working weight is its own master, unless updates are delayed. A frozen parameter has its working weight only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
 from rpft.model.layout import LayerLayout
+from rpft.model.pages import zeroed_pages
 
 HostAllocator = Callable[[int], torch.Tensor]
-"""Bytes to a uint8 tensor of exactly that many bytes of host memory, page-locked where the device wants it."""
+"""Bytes to a uint8 tensor of exactly that many zeroed bytes of host memory, page-locked where the device wants it.
 
+Several threads call it at once.
+"""
 
-def pageable(num_bytes: int) -> torch.Tensor:
-    """Ordinary host memory, zeroed on first touch by the system."""
-    return torch.zeros(num_bytes, dtype=torch.uint8)
+_ALLOCATING_THREADS = 4
+"""Layers allocated at once: page-locking one buffer overlaps touching another."""
 
 
 @dataclass
 class HostLayer:
-    """The host buffers of one layer: ``weights`` uint8 [host_bytes], ``gradient`` float32 [grad_elements].
+    """The host buffers of one layer: ``weights`` uint8 [host_bytes], ``gradient`` [grad_elements].
 
-    Masters and moments are float32 [num_trained].
+    The gradient is float32 or bfloat16; masters and moments are float32 [num_trained].
     """
 
     layout: LayerLayout
@@ -52,28 +55,36 @@ class HostStore:
     """All layers' host buffers, addressed by layer number and tensor name."""
 
     def __init__(
-        self, layouts: list[LayerLayout], allocate: HostAllocator = pageable, *, separate_masters: bool = False
+        self,
+        layouts: list[LayerLayout],
+        allocate: HostAllocator = zeroed_pages,
+        *,
+        separate_masters: bool = False,
+        gradient_dtype: torch.dtype = torch.float32,
     ) -> None:
         """Allocates every buffer. Weights and gradients cross the link and come from ``allocate``.
 
         ``separate_masters``: float32 weights have masters of their own too, which a delayed update needs: it
         is computed while the old weights are still being read.
         """
-        self.layers: list[HostLayer] = []
-        self._layer_of: dict[str, int] = {}
-        for layout in layouts:
-            weights = allocate(layout.host_bytes)
-            floats = layout.num_trained
-            gradient = allocate(layout.grad_elements * 4).view(torch.float32)
-            trained = [spec for spec, _ in layout.own.values() if spec.trained]
-            if trained and trained[0].dtype == torch.float32 and not separate_masters:
-                master = weights[: floats * 4].view(torch.float32)
-            else:
-                master = torch.zeros(floats)
-            self.layers.append(
-                HostLayer(layout, weights, gradient, master, torch.zeros(floats), torch.zeros(floats))
-            )
-            self._layer_of.update(dict.fromkeys(layout.own, layout.layer))
+        self._allocate = allocate
+        self._separate_masters = separate_masters
+        self.gradient_dtype = gradient_dtype
+        with ThreadPoolExecutor(_ALLOCATING_THREADS, "allocator") as pool:
+            self.layers: list[HostLayer] = list(pool.map(self._allocate_layer, layouts))
+        self._layer_of = {name: layout.layer for layout in layouts for name in layout.own}
+
+    def _allocate_layer(self, layout: LayerLayout) -> HostLayer:
+        weights = self._allocate(layout.host_bytes)
+        gradient = self._allocate(layout.grad_elements * self.gradient_dtype.itemsize).view(self.gradient_dtype)
+        state_bytes = layout.num_trained * 4
+        trained = [spec for spec, _ in layout.own.values() if spec.trained]
+        if trained and trained[0].dtype == torch.float32 and not self._separate_masters:
+            master = weights[:state_bytes].view(torch.float32)
+        else:
+            master = zeroed_pages(state_bytes).view(torch.float32)
+        exp_avg, exp_avg_sq = (zeroed_pages(state_bytes).view(torch.float32) for _ in range(2))
+        return HostLayer(layout, weights, gradient, master, exp_avg, exp_avg_sq)
 
     def __contains__(self, name: str) -> bool:
         return name in self._layer_of
@@ -127,11 +138,14 @@ class HostStore:
         return sum(s.num_elements for layer in self.layers for s, _ in layer.layout.own.values())
 
 
-def store_bytes(layouts: list[LayerLayout], separate_masters: bool = False) -> int:
+def store_bytes(
+    layouts: list[LayerLayout], separate_masters: bool = False, gradient_dtype: torch.dtype = torch.float32
+) -> int:
     """Host bytes that a store of these layouts takes, exactly."""
     total = 0
     for layout in layouts:
         trained = [spec for spec, _ in layout.own.values() if spec.trained]
         own_master = bool(trained) and (separate_masters or trained[0].dtype != torch.float32)
-        total += layout.host_bytes + 4 * layout.grad_elements + layout.num_trained * (12 if own_master else 8)
+        gradient = layout.grad_elements * gradient_dtype.itemsize
+        total += layout.host_bytes + gradient + layout.num_trained * (12 if own_master else 8)
     return total

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rpft.model.dropout import keep_mask, mix, placed_dropout
+from rpft.model.dropout import halves, keep_mask, mix, placed_dropout
 
 CPU = torch.device("cpu")
 COUNT = 1 << 16
@@ -17,7 +17,7 @@ KNOWN_MASK = "11101110111011001111000011011001"
 
 
 def mask(key: int, p: float = 0.5, count: int = COUNT) -> torch.Tensor:
-    return keep_mask(torch.Size([count]), p, key, CPU)
+    return keep_mask(torch.Size([count]), p, halves(key), CPU)
 
 
 def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -43,7 +43,7 @@ def test_a_mask_depends_on_the_key_and_place_alone() -> None:
     first = mask(11)
     torch.manual_seed(2)
     assert torch.equal(first, mask(11))
-    assert torch.equal(first.view(64, -1), keep_mask(torch.Size([64, COUNT // 64]), 0.5, 11, CPU))
+    assert torch.equal(first.view(64, -1), keep_mask(torch.Size([64, COUNT // 64]), 0.5, halves(11), CPU))
     assert torch.equal(first[:1000], mask(11, count=1000))
     assert not torch.equal(first, mask(12))
     state = torch.get_rng_state()

@@ -20,9 +20,10 @@ from support.layers import (
 )
 from support.models import FAMILIES, MORE_FAMILIES, load, tiny_checkpoint
 
-import rpft.model.functions as functions_module
 from rpft.errors import UserError
-from rpft.model.functions import DeviceBatch
+from rpft.model.dropout import mix, placed_dropout
+from rpft.model.functions import _CONTEXTS_KEPT, DeviceBatch, LayerFunctions
+from rpft.model.head import HEAD_CHUNK_TOKENS
 from rpft.model.verify import verify_packing
 
 TOLERANCE = 1e-5
@@ -111,15 +112,15 @@ def test_the_head_never_holds_more_logits_than_one_chunk_and_chunks_change_nothi
     batch = batch_of(random_ids())
     whole = forward_and_backward(functions_of(loaded), loaded.store, batch)
     rows: list[int] = []
-    head = functions_module.LayerFunctions._logits
+    head_logits = LayerFunctions.head_logits
 
-    def watched(self: Any, output: Any, hidden: torch.Tensor, weights: Any) -> torch.Tensor:
-        logits = head(self, output, hidden, weights)
+    def watched(self: Any, hidden: torch.Tensor, weights: Any) -> torch.Tensor:
+        logits = head_logits(self, hidden, weights)
         rows.append(logits.shape[0])
         return logits
 
-    monkeypatch.setattr(functions_module.LayerFunctions, "_logits", watched)
-    monkeypatch.setattr(functions_module, "HEAD_CHUNK_TOKENS", 7)
+    monkeypatch.setattr(LayerFunctions, "head_logits", watched)
+    monkeypatch.setitem(HEAD_CHUNK_TOKENS, "eager", 7)
     chunked = forward_and_backward(functions_of(loaded), loaded.store, batch)
     assert rows == [7, 7, 7, 7, 2]
     assert relative_error(chunked.loss, whole.loss) < TOLERANCE
@@ -133,8 +134,8 @@ def test_the_loss_without_gradients_is_the_loss_with_them(tmp_path: Path) -> Non
     batch, functions, hidden = batch_of(random_ids()), functions_of(loaded), torch.randn(2, 16, 64)
     head = len(loaded.store.layers) - 1
     weights = loaded.store.layer_weights(head)
-    with_gradients, _, _ = functions.loss_and_gradients(hidden, weights, batch, {}, None)
-    loss = functions.loss(hidden, weights, batch)
+    with_gradients, _ = functions.head.loss_and_gradients(hidden, weights, batch, {}, None)
+    loss = functions.head.loss(hidden, weights, batch)
     assert torch.equal(loss, with_gradients)
     assert not loss.requires_grad
 
@@ -168,7 +169,7 @@ def test_shapes_that_take_turns_get_their_own_masks_and_few_are_remembered(tmp_p
         ids = random_ids(1, sequence, seed=sequence)
         ours = logits_of(loaded, ids, functions=functions)
         assert relative_error(ours, theirs(input_ids=ids).logits) < TOLERANCE
-    assert len(functions._contexts) <= functions_module._CONTEXTS_KEPT
+    assert len(functions._contexts) <= _CONTEXTS_KEPT
 
 
 def test_packs_of_one_shape_that_take_turns_get_their_own_masks(tmp_path: Path) -> None:
@@ -234,10 +235,13 @@ def test_gradients_under_dropout_are_those_of_one_pass_that_keeps_its_activation
     weights = [loaded.store.layer_weights(layer) for layer in range(last + 1)]
     leaves = {n: w.requires_grad_() for layer in weights[:-1] for n, w in layer.items() if n in loaded.store}
     hidden = None
-    for layer in range(last):
-        hidden = functions.forward(layer, hidden, weights[layer], batch, key)
-    assert hidden is not None
-    loss, grad, _ = functions.loss_and_gradients(hidden, weights[last], batch, {}, key)
+    with placed_dropout(mix(key, 0)):
+        hidden = functions._embed(weights[0], batch)
+    for layer in range(1, last):
+        block, own, call = functions._block(layer, weights[layer], batch)
+        with placed_dropout(mix(key, layer)):
+            hidden = block.run(hidden, own, call)
+    loss, grad = functions.head.loss_and_gradients(hidden.detach(), weights[last], batch, {}, key)
     grads = torch.autograd.grad(hidden, list(leaves.values()), grad)
     tied = loaded.store.layer_weights(0).keys() if loaded.store.layers[-1].layout.borrowed_gradients else set()
     assert torch.equal(loss, recomputed.loss)

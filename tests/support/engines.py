@@ -19,11 +19,14 @@ from rpft.engine.slot import HostBatch
 from rpft.engine.streams import Delays
 from rpft.model.adapters import LoraSettings, initialise_lora, inject_lora
 from rpft.model.checkpoint import Checkpoint, load_checkpoint, read_config
+from rpft.model.functions import LayerFunctions
+from rpft.model.graphs import KernelKind
 from rpft.model.host_store import HostStore
 from rpft.model.layers import build_layers
 from rpft.model.skeleton import build_model, cut
 from rpft.optim.adamw import AdamW
 from rpft.optim.host_optimizer import HostOptimizer, UpdateResult
+from rpft.optim.one_pass import OnePass
 from rpft.optim.schedule import Schedule
 from rpft.plan.plan import Plan, Stage
 
@@ -123,6 +126,9 @@ def run_engine(
     batches_of: Callable[[int], list[HostBatch]] | None = None,
     before_run: Callable[[Engine, HostOptimizer], Any] | None = None,
     evaluate_every: int = 0,
+    kernels: KernelKind = "eager",
+    gradient_dtype: torch.dtype = torch.float32,
+    one_pass: OnePass | None = None,
 ) -> Outcome:
     """Trains the checkpoint in ``folder`` for ``steps`` steps; raises the engine's fault, if any."""
     config = read_config(folder)
@@ -130,19 +136,24 @@ def run_engine(
     if lora is not None:
         inject_lora(skeleton, lora, str(folder))
     devices = [make_device(i) for i in range(workers)]
-    store = HostStore(build_layers(skeleton, dtype), devices[0].allocate_host, separate_masters=update_lag == 1)
+    store = HostStore(
+        build_layers(skeleton, dtype),
+        devices[0].allocate_host,
+        separate_masters=update_lag == 1,
+        gradient_dtype=gradient_dtype,
+    )
     load_checkpoint(Checkpoint(folder), skeleton, store)
     if lora is not None:
         initialise_lora(skeleton, store, seed)
     failure, delays = Failure(), Delays(delays_seed)
     schedule = Schedule("constant", learning_rate, steps)
-    optimizer = HostOptimizer(store, algorithm, schedule, max_grad_norm, failure, delays)
+    optimizer = HostOptimizer(store, algorithm, schedule, max_grad_norm, failure, delays, kernels=one_pass)
     engine = Engine(
         skeleton,
         store,
         plan,
         devices,
-        dtype=dtype,
+        functions=[LayerFunctions(skeleton, d.torch_device, dtype, kernels) for d in devices],
         max_tokens=2 * SEQUENCE,
         seed=seed,
         update_lag=update_lag,

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from rpft.model.functions import DeviceBatch, LayerFunctions
+from rpft.model.graphs import KernelKind
 from rpft.model.host_store import HostStore
 from support.models import Loaded
 
@@ -25,8 +26,10 @@ def random_ids(rows: int = 2, sequence: int = 16, seed: int = 0) -> torch.Tensor
     return torch.randint(3, 320, (rows, sequence), generator=torch.Generator().manual_seed(seed))
 
 
-def functions_of(loaded: Loaded, dtype: torch.dtype = torch.float32, train: bool = False) -> LayerFunctions:
-    functions = LayerFunctions(loaded.skeleton, torch.device("cpu"), dtype)
+def functions_of(
+    loaded: Loaded, dtype: torch.dtype = torch.float32, train: bool = False, kernels: KernelKind = "eager"
+) -> LayerFunctions:
+    functions = LayerFunctions(loaded.skeleton, torch.device("cpu"), dtype, kernels)
     functions.train(train)
     return functions
 
@@ -57,9 +60,16 @@ class Passed:
 
 
 def forward_and_backward(
-    functions: LayerFunctions, store: HostStore, batch: DeviceBatch, key: int | None = None
+    functions: LayerFunctions,
+    store: HostStore,
+    batch: DeviceBatch,
+    key: int | None = None,
+    with_output: bool = False,
 ) -> Passed:
-    """All layers forward, then each recomputed and run backward from its input alone, as the engine does."""
+    """All layers forward, then each recomputed and run backward from its input alone, as the engine does.
+
+    ``with_output``: the recompute is run apart from the backward, as in the middle of a segment.
+    """
     last = len(store.layers) - 1
     inputs: list[torch.Tensor | None] = [None]
     with torch.no_grad():
@@ -67,41 +77,36 @@ def forward_and_backward(
             inputs.append(functions.forward(layer, inputs[-1], store.layer_weights(layer), batch, key))
     gradients: dict[str, torch.Tensor] = {}
 
-    def add(layer: int, names: dict[str, torch.Tensor]) -> None:
-        lent = {name: b for b in store.layers[layer].layout.bindings for name in names if b.name == name}
-        for name, gradient in names.items():
+    def add(layer: int, sums: dict[str, torch.Tensor]) -> None:
+        lent = {b.name: b for b in store.layers[layer].layout.bindings}
+        for name, gradient in sums.items():
             owner = name if name in store else _owner(store, layer, lent[name].byte_offset)
             gradients[owner] = gradients[owner] + gradient if owner in gradients else gradient
 
-    weights, leaves = _leaves(store, last)
     hidden = inputs[last]
     assert hidden is not None
-    loss, grad, sums = functions.loss_and_gradients(hidden, weights, batch, leaves, key)
+    sums = zero_sums(store, last)
+    grad: torch.Tensor | None
+    loss, grad = functions.head.loss_and_gradients(hidden, store.layer_weights(last), batch, sums, key)
     add(last, sums)
     for layer in reversed(range(last)):
-        weights, leaves = _leaves(store, layer)
-        hidden = inputs[layer]
-        wanted = list(leaves.values())
-        if hidden is not None:
-            hidden = hidden.detach().requires_grad_()
-            wanted.append(hidden)
-        if not wanted:  # the embedding of an adapter
+        sums = zero_sums(store, layer)
+        if not sums and layer == 0:  # the embedding of an adapter
             break
-        output = functions.forward(layer, hidden, weights, batch, key)
-        grads = list(torch.autograd.grad(output, wanted, grad, allow_unused=True))
-        if hidden is not None:
-            grad = grads.pop()
-        add(layer, {n: g for n, g in zip(leaves, grads, strict=True) if g is not None})
+        assert grad is not None
+        weights = store.layer_weights(layer)
+        _, kept = functions.keep(
+            layer, inputs[layer], weights, batch, key, frozenset(sums), layer > 0, with_output=with_output
+        )
+        grad = kept.backward(grad, sums)
+        add(layer, sums)
     return Passed(loss, gradients)
 
 
-def _leaves(store: HostStore, layer: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    trained = {b.name for b in store.layers[layer].layout.bindings if b.grad_offset is not None}
-    weights = {
-        name: weight.detach().requires_grad_(name in trained)
-        for name, weight in store.layer_weights(layer).items()
-    }
-    return weights, {name: weight for name, weight in weights.items() if name in trained}
+def zero_sums(store: HostStore, layer: int) -> dict[str, torch.Tensor]:
+    """A float32 gradient sum of zero for every trained tensor that ``layer`` uses."""
+    bindings = store.layers[layer].layout.bindings
+    return {b.name: torch.zeros(b.shape) for b in bindings if b.grad_offset is not None}
 
 
 def _owner(store: HostStore, layer: int, byte_offset: int) -> str:

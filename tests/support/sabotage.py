@@ -24,7 +24,7 @@ class Sabotage:
     """Plan of one breach. ``leave_out=False`` keeps the wait and only holds the work back, for ``patience``."""
 
     def __init__(self, stream: str, label: str, number: int = 0, tasks: int = 1, leave_out: bool = True) -> None:
-        """``tasks``: how many tasks of the stream behind the wait must run until the harm is done."""
+        """``tasks``: how many tasks of the stream, or waits of the optimizer, follow until the harm is done."""
         self.stream, self.label, self.number, self.tasks, self.leave_out = stream, label, number, tasks, leave_out
         self.patience_seconds = _LONGEST_SECONDS if leave_out else 0.1
         self.labels: dict[Event, str] = {}
@@ -56,7 +56,7 @@ class Sabotage:
         for worker in engine._workers:
             for ring, label in (
                 (worker._weight_ring, "weight buffer free"),
-                (worker._gradient_ring, "gradient buffer free"),
+                (worker._accumulator_ring, "gradient buffer free"),
                 (worker._input_ring, "input buffer free"),
                 (worker._grad_input_ring, "input buffer free"),
             ):
@@ -113,7 +113,7 @@ class Sabotage:
 
     def _hold_optimizer(self, optimizer: Any) -> None:
         apply, wait = optimizer._apply, optimizer._wait
-        passed = False
+        behind = -1
 
         def held_apply(update: Any) -> Any:
             if self.chosen in update.ticket.read or self.chosen in update.after.written:
@@ -121,12 +121,13 @@ class Sabotage:
             return apply(update)
 
         def leaving_out(events: list[Event]) -> None:
-            nonlocal passed
-            if passed:  # the next wait: what stood behind the one left out has run
+            nonlocal behind
+            behind += behind >= 0
+            if behind == self.tasks:  # what stood behind the one left out has run
                 self.harmed.set()
             if self.stream == "optimizer" and self.chosen in events and self.leave_out:
                 events = [event for event in events if event is not self.chosen]
-                passed = True
+                behind = 0
             wait(events)
 
         optimizer._apply, optimizer._wait = held_apply, leaving_out
@@ -135,7 +136,7 @@ class Sabotage:
 class Work:
     """A task of a stream that may be held back, or be the one that does the harm."""
 
-    def __init__(self, task: Callable[[], None], sabotage: Sabotage, does_harm: bool) -> None:
+    def __init__(self, task: Callable[[], object], sabotage: Sabotage, does_harm: bool) -> None:
         self._task, self._sabotage, self._does_harm = task, sabotage, does_harm
         self.held = False
 
@@ -157,10 +158,10 @@ class SabotagedStream(Stream):
         self._last: Work | None = None
         super().run(lambda: sabotage.start.wait(_LONGEST_SECONDS) and None, "the start")
 
-    def run(self, task: Callable[[], None], what: str) -> None:
+    def run(self, task: Callable[[], object], what: str, copied_bytes: int = 0) -> None:
         self._last = Work(task, self._sabotage, self._tasks_until_harm == 1)
         self._tasks_until_harm -= 1
-        super().run(self._last, what)
+        super().run(self._last, what, copied_bytes)
 
     def wait(self, event: Event) -> None:
         if self._sabotage.chooses(self._purpose, event):

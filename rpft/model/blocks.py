@@ -1,0 +1,251 @@
+"""How a worker runs the blocks of one kind, forward and backward: as torch runs them, or as graphs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from rpft.model.adapters import caches_parametrizations
+from rpft.model.dropout import counted_dropout, draw_keys, drawn_dropout, placed_dropout
+from rpft.model.graphs import JointGraph, Kernels, TensorFunction, Untraceable
+
+Weights = dict[str, torch.Tensor]
+"""Tensor name to tensor."""
+
+_ONE_THREAD = threading.Lock()
+"""Held by a forward pass that uses torch's cache of parametrizations, which is one for the whole process."""
+
+
+@dataclass(frozen=True, eq=False)
+class BlockCall:
+    """Everything but the hidden state that the model passes to one block: masks, rotary tables, positions."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @cached_property
+    def _flat(self) -> tuple[list[Any], Any]:
+        return pytree.tree_flatten((self.args, self.kwargs))
+
+    @cached_property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among the arguments, in a fixed order."""
+        return [leaf for leaf in self._flat[0] if isinstance(leaf, torch.Tensor)]
+
+    @cached_property
+    def signature(self) -> tuple[Any, ...]:
+        """What of the call decides a graph: shapes and dtypes of tensors, and everything else by value."""
+        leaves = tuple(
+            (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in self._flat[0]
+        )
+        return leaves, repr(self._flat[1])
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> BlockCall:
+        """The same call with other tensors in the places of ``tensors``."""
+        others = iter(tensors)
+        leaves = [next(others) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._flat[0]]
+        return BlockCall(*pytree.tree_unflatten(leaves, self._flat[1]))
+
+
+class Kept(Protocol):
+    """What the forward pass of one layer leaves for its backward."""
+
+    def backward(self, grad: torch.Tensor, sums: Weights) -> torch.Tensor | None:
+        """Adds weight gradients to ``sums`` (float32, by name); the gradient of the hidden state, where wanted."""
+        ...
+
+
+class EagerKept:
+    """A forward pass recorded by autograd."""
+
+    def __init__(self, output: torch.Tensor, hidden: torch.Tensor | None, leaves: Weights) -> None:
+        self._output, self._hidden, self._leaves = output, hidden, leaves
+
+    def backward(self, grad: torch.Tensor, sums: Weights) -> torch.Tensor | None:
+        wanted = list(self._leaves.values())
+        on = self._hidden is not None and self._hidden.requires_grad
+        if on:
+            assert self._hidden is not None
+            wanted.append(self._hidden)
+        if not wanted:
+            return None
+        grads = torch.autograd.grad(self._output, wanted, grad, allow_unused=True)
+        for name, value in zip(self._leaves, grads, strict=False):
+            if value is not None:  # an expert without a token has none
+                sums[name].add_(value)
+        return grads[-1] if on else None
+
+
+class GraphKept(NamedTuple):
+    """A backward graph with its inputs, short of the gradient and the sums."""
+
+    graph: TensorFunction
+    inputs: list[torch.Tensor]
+    trained: tuple[str, ...]
+
+    def backward(self, grad: torch.Tensor, sums: Weights) -> torch.Tensor | None:
+        """See ``Kept``."""
+        with torch.no_grad():
+            result = self.graph(*self.inputs, grad, *(sums[name] for name in self.trained))
+        return result[0] if len(result) else None
+
+
+class Block:
+    """The blocks of one kind: they share code and shapes, and differ in their weights."""
+
+    def __init__(self, name: str, template: nn.Module, kernels: Kernels) -> None:
+        """``template``: a block without weights, on the device. ``name`` is for messages."""
+        self._name, self._template, self._kernels = name, template, kernels
+        self._caches = caches_parametrizations(template)
+        self._graphs = kernels.graphs and not self._caches
+        self.trained = frozenset(n for n, p in template.named_parameters() if p.requires_grad)
+
+    def run(self, hidden: torch.Tensor, weights: Weights, call: BlockCall) -> torch.Tensor:
+        """The block's own code over ``weights``."""
+        with _ONE_THREAD if self._caches else nullcontext():
+            out = functional_call(self._template, weights, (hidden, *call.args), call.kwargs)
+        return out[0] if isinstance(out, tuple) else out
+
+    def forward(self, hidden: torch.Tensor, weights: Weights, call: BlockCall, place: int | None) -> torch.Tensor:
+        """The block's output; what a gradient needs is not kept. ``place``: see ``placed_dropout``."""
+        at = self._at(hidden, weights, call, place) if self._graphs else None
+        if at is None:
+            with torch.no_grad(), placed_dropout(place):
+                return self.run(hidden, weights, call)
+        with torch.no_grad():
+            return self._kernels.call(self._name, at.key, at.run, at.data)[0]
+
+    def keep(
+        self,
+        hidden: torch.Tensor,
+        weights: Weights,
+        call: BlockCall,
+        place: int | None,
+        with_grad_hidden: bool,
+        with_output: bool,
+    ) -> tuple[torch.Tensor | None, Kept]:
+        """Prepares the backward: (the output, what it leaves). Without ``with_output`` the output may be None.
+
+        As a graph a block keeps everything costly if its output is asked for; if not, nothing has run yet, and the
+        recompute is a part of the backward.
+        """
+        at = self._at(hidden, weights, call, place) if self._graphs else None
+        joint = None if at is None else self._joint(at, weights, with_grad_hidden)
+        if at is None or joint is None:
+            return self._keep_eagerly(hidden, weights, call, place, with_grad_hidden)
+        key = (at.key, with_grad_hidden, with_output)
+        kept = joint.keep(float("inf")) if with_output else []
+        trained = tuple(name for name in weights if name in self.trained)
+        output, values = None, []
+        if with_output:
+            forward = self._kernels.once(
+                ("keep", key), lambda: self._kernels.compile(joint.forward(kept), at.data)
+            )
+            with torch.no_grad():
+                output, *values = forward(*at.data)
+        inputs = [*at.data, *values]
+
+        def make() -> TensorFunction:
+            sums = [torch.empty(weights[name].shape, device=hidden.device) for name in trained]
+            return self._kernels.compile(joint.backward(kept), [*inputs, torch.empty_like(hidden), *sums])
+
+        return output, GraphKept(self._kernels.once(("backward", key), make), inputs, trained)
+
+    def _keep_eagerly(
+        self, hidden: torch.Tensor, weights: Weights, call: BlockCall, place: int | None, with_grad_hidden: bool
+    ) -> tuple[torch.Tensor, Kept]:
+        hidden = hidden.detach().requires_grad_(with_grad_hidden)
+        leaves = {n: w.detach().requires_grad_() for n, w in weights.items() if n in self.trained}
+        with torch.enable_grad(), placed_dropout(place):
+            output = self.run(hidden, {**weights, **leaves}, call)
+        return output, EagerKept(output, hidden, leaves)
+
+    def _at(self, hidden: torch.Tensor, weights: Weights, call: BlockCall, place: int | None) -> _At | None:
+        """The block as a function of tensors; None where how many dropouts it draws depends on values."""
+        names = tuple(weights)
+        key = (self._name, hidden.shape, hidden.dtype, names, call.signature, self._template.training)
+        draws = 0
+        if place is not None and self._template.training:
+            draws = self._kernels.once(("draws", key), lambda: self._count_draws(hidden, weights, call))
+            if draws is None:
+                return None
+        keys = [] if place is None or not draws else [draw_keys(place, draws).to(hidden.device, non_blocking=True)]
+        splits = 1 + len(call.tensors), 1 + len(call.tensors) + len(keys)
+
+        def run(*data: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            tensors, drawn, values = data[1 : splits[0]], data[splits[0] : splits[1]], data[splits[1] :]
+            with drawn_dropout(drawn[0]) if drawn else nullcontext():
+                own = dict(zip(names, values, strict=True))
+                return (self.run(data[0], own, call.with_tensors(tensors)),)
+
+        return _At((*key, draws), run, [hidden, *call.tensors, *keys, *weights.values()], splits[1])
+
+    def _count_draws(self, hidden: torch.Tensor, weights: Weights, call: BlockCall) -> int | None:
+        fake = FakeTensorMode()
+        try:
+            with torch.no_grad(), counted_dropout() as count, fake:
+                own: Weights = {name: fake.from_tensor(weight) for name, weight in weights.items()}
+                tensors = [fake.from_tensor(tensor) for tensor in call.tensors]
+                self.run(fake.from_tensor(hidden), own, call.with_tensors(tensors))
+        except Exception as error:  # torch and the model raise many kinds for "depends on a value"
+            self._kernels.report(self._name, error)
+            return None
+        return count()
+
+    def _joint(self, at: _At, weights: Weights, with_grad_hidden: bool) -> JointGraph | None:
+        """Forward and backward as one graph; None, said once, where they cannot be one."""
+        num_data, names = len(at.data), tuple(weights)
+
+        def joint(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            data, grad, sums = list(tensors[:num_data]), tensors[num_data], tensors[num_data + 1 :]
+            hidden = data[0] = data[0].detach().requires_grad_(with_grad_hidden)
+            leaves = []
+            for number, name in enumerate(names, at.first_weight):
+                if name in self.trained:
+                    data[number] = data[number].detach().requires_grad_()
+                    leaves.append(data[number])
+            with torch.enable_grad():
+                (output,) = at.run(*data)
+                wanted = [*leaves, hidden] if with_grad_hidden else leaves
+                grads = torch.autograd.grad(output, wanted, grad, allow_unused=True)
+            for total, value in zip(sums, grads, strict=False):
+                if value is not None:
+                    total.add_(value)
+            return (output.detach(), grads[-1]) if with_grad_hidden else (output.detach(),)
+
+        def make() -> JointGraph | None:
+            fake = FakeTensorMode(allow_non_fake_inputs=True)
+            with fake:
+                data = [fake.from_tensor(tensor) for tensor in at.data]
+                sums = [
+                    torch.empty(weights[n].shape, device=at.data[0].device) for n in names if n in self.trained
+                ]
+                inputs = [*data, torch.empty_like(data[0]), *sums]
+            try:
+                return JointGraph(self._kernels.trace_fakes(joint, inputs, fake), num_data)
+            except Untraceable as reason:
+                self._kernels.report(self._name, reason)
+                return None
+
+        return self._kernels.once(("joint", at.key, with_grad_hidden), make)
+
+
+class _At(NamedTuple):
+    """A block with everything but its tensors settled."""
+
+    key: tuple[Any, ...]
+    run: TensorFunction
+    data: list[torch.Tensor]
+    """Hidden state, tensors of the call, keys of dropout if any, weights."""
+    first_weight: int
+    """Where the weights begin in ``data``."""

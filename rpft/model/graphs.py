@@ -1,0 +1,290 @@
+"""Functions of tensors as graphs: traced once a shape, cut into what has to run, and compiled.
+
+A traced function is a list of tensor operations without Python in between. Of the recompute and backward of a
+block taken as one function, what no gradient needs falls away (its last product above all), and so does whatever
+the forward pass has kept: one trace serves every choice of what to keep.
+
+Tracing and compiling are done under one lock, by whichever thread meets a shape first.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
+from torch.utils.flop_counter import flop_registry
+
+logger = logging.getLogger(__name__)
+
+KernelKind = Literal["eager", "trace", "compile"]
+"""eager: as torch runs the model's own code. trace: graphs, operation by operation. compile: graphs, compiled."""
+
+TensorFunction = Callable[..., tuple[torch.Tensor, ...]]
+"""Tensors to a tuple of tensors; may add to some of its arguments in place, and depends on nothing else."""
+
+_ONE_AT_A_TIME = threading.Lock()
+"""torch's tracing and compiling keep state that belongs to the process."""
+
+
+class Untraceable(Exception):
+    """A function whose operations depend on values and not on shapes alone, such as routing to experts."""
+
+
+class Kernels:
+    """Runs functions of tensors on one device: directly, or as graphs that are made when a key is first met."""
+
+    def __init__(self, kind: KernelKind, device: torch.device, deterministic: bool = False) -> None:
+        self.kind: KernelKind = kind
+        self._device, self._deterministic = device, deterministic
+        self._made: dict[Hashable, Any] = {}
+        self._reported: set[str] = set()
+
+    @property
+    def graphs(self) -> bool:
+        """Whether functions run as graphs."""
+        return self.kind != "eager"
+
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What ``make`` gives for ``key``, made by one thread at a time and kept."""
+        if key not in self._made:
+            with _ONE_AT_A_TIME:
+                if key not in self._made:
+                    self._made[key] = make()
+        return self._made[key]
+
+    def call(
+        self, name: str, key: Hashable, function: TensorFunction, tensors: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """``function(*tensors)``. ``name``, ``key`` and the tensors' shapes and dtypes decide which graph runs."""
+        if not self.graphs:
+            return function(*tensors)
+        shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+
+        def make() -> TensorFunction:
+            try:
+                return self.compile(self.trace(function, tensors), tensors)
+            except Untraceable as reason:
+                self.report(name, reason)
+                return function
+
+        return self.once((name, key, shapes), make)(*tensors)
+
+    def report(self, what: str, reason: Exception) -> None:
+        """Says once that ``what`` runs as torch runs it."""
+        if what not in self._reported:
+            self._reported.add(what)
+            logger.warning("%s cannot be traced and runs uncompiled: %s", what, str(reason).splitlines()[0])
+
+    def trace(self, function: TensorFunction, tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
+        """The operations of ``function`` for tensors of these shapes; raises Untraceable."""
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with fake:
+            inputs = [fake.from_tensor(tensor) if not is_fake(tensor) else tensor for tensor in tensors]
+        return self.trace_fakes(function, inputs, fake)
+
+    def trace_fakes(
+        self, function: TensorFunction, inputs: Sequence[torch.Tensor], fake: FakeTensorMode
+    ) -> fx.GraphModule:
+        """As ``trace``, of tensors without data that belong to ``fake``."""
+        try:
+            with fake, self._attention(), _quiet():
+                module = make_fx(function, tracing_mode="real")(*inputs)
+        except Exception as error:  # torch and the model raise many kinds for "depends on a value"
+            raise Untraceable(f"{type(error).__name__}: {error}") from error
+        module.graph.eliminate_dead_code()
+        module.recompile()
+        return module
+
+    def compile(self, module: fx.GraphModule, tensors: Sequence[torch.Tensor]) -> TensorFunction:
+        """``module`` ready to be called with tensors like ``tensors``, from any thread."""
+        if self.kind == "trace":
+            return module
+        from torch._inductor import standalone_compile
+
+        if not any(node.op == "call_function" for node in module.graph.nodes):
+            return module  # nothing to compile
+        return standalone_compile(module, list(tensors), dynamic_shapes="from_example_inputs")
+
+    def _attention(self) -> AbstractContextManager[Any]:
+        """Which attention kernel a trace holds: on Hopper cuDNN's, faster than flash attention by 10 to 30%."""
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        if self._device.type != "cuda" or self._deterministic or torch.version.hip is not None:
+            return nullcontext()
+        if torch.cuda.get_device_capability(self._device)[0] != 9:
+            return nullcontext()
+        order = [
+            SDPBackend.CUDNN_ATTENTION,
+            SDPBackend.FLASH_ATTENTION,
+            SDPBackend.EFFICIENT_ATTENTION,
+            SDPBackend.MATH,
+        ]
+        return sdpa_kernel(order, set_priority=True)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs a traceback for what is caught here and said in one line."""
+    noisy = logging.getLogger("torch._subclasses.fake_tensor")
+    level = noisy.level
+    noisy.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        noisy.setLevel(level)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+class JointGraph:
+    """Forward and backward of a block in one graph, from which the parts that a run needs are cut.
+
+    ``module`` takes ``num_data`` tensors (the hidden state and all that decides the output), the output's
+    gradient, and the sums to which gradients are added in place; it returns the output and the hidden state's
+    gradient, which is left out where nothing below is trained.
+    """
+
+    def __init__(self, module: fx.GraphModule, num_data: int) -> None:
+        self._module = module
+        nodes = list(module.graph.nodes)
+        placeholders = [node for node in nodes if node.op == "placeholder"]
+        self._data, self._grad, self._sums = (
+            placeholders[:num_data],
+            placeholders[num_data],
+            placeholders[num_data + 1 :],
+        )
+        returned = list(nodes[-1].args[0])  # type: ignore[arg-type]
+        self._output, self._grad_hidden = returned[0], returned[1:]
+        self._effects = [node for node in nodes if _writes(node)]
+        for node in self._effects:
+            if node.args[0] not in self._sums:
+                raise Untraceable(f"{node.target} writes into a tensor of the model")
+        self._backward_nodes = _reached_from([self._grad], nodes)
+
+    def forward(self, kept: Sequence[fx.Node]) -> fx.GraphModule:
+        """(data) -> (output, then each of ``kept``)."""
+        return self._cut(self._data, [self._output, *kept])
+
+    def backward(self, kept: Sequence[fx.Node]) -> fx.GraphModule:
+        """(data, kept, gradient, sums) -> (gradient of the hidden state, if any): recomputes what is not kept."""
+        inputs = [*self._data, *kept, self._grad, *self._sums]
+        return self._cut(inputs, self._grad_hidden, self._effects)
+
+    def keep(self, budget_bytes: float) -> list[fx.Node]:
+        """What of the forward pass is best kept within ``budget_bytes``: most operations saved a byte first.
+
+        Candidates are the results of products and attention that the backward would recompute; what lies between
+        them is cheap. Counted are the operations which then need not run, those further up included.
+        """
+        ends = [*self._grad_hidden, *self._effects]
+        kept: list[fx.Node] = []
+        left = budget_bytes
+        while True:
+            costly = self._recomputed(ends, kept)
+            now = sum(costly.values())
+            best, best_rate = None, 0.0
+            for operation in costly:
+                results = self._results(operation, ends, kept)
+                size = sum(_num_bytes(node) for node in results)
+                if not results or size > left:
+                    continue
+                saved = now - sum(self._recomputed(ends, [*kept, *results]).values())
+                if saved > best_rate * size:
+                    best, best_rate = results, saved / size
+            if best is None:
+                return kept
+            kept += best
+            left -= sum(_num_bytes(node) for node in best)
+
+    def flops(self, kept: Sequence[fx.Node]) -> tuple[int, int]:
+        """Operations of (the forward, the backward with what it recomputes) in products and attention."""
+        forward = sum(_flops(node) for node in _needed([self._output], self._data))
+        ends = [*self._grad_hidden, *self._effects]
+        return forward, sum(_flops(node) for node in _needed(ends, [*self._data, *kept, self._grad, *self._sums]))
+
+    def _recomputed(self, ends: list[fx.Node], kept: Sequence[fx.Node]) -> dict[fx.Node, int]:
+        """Costly operations of the forward pass that the backward must run again, with their cost."""
+        needed = _needed(ends, [*self._data, *kept, self._grad, *self._sums])
+        costs = {node: _flops(node) for node in needed if node not in self._backward_nodes}
+        return {node: cost for node, cost in costs.items() if cost > 0}
+
+    def _results(self, operation: fx.Node, ends: list[fx.Node], kept: Sequence[fx.Node]) -> list[fx.Node]:
+        """The tensors that ``operation`` makes and the backward uses."""
+        needed = set(_needed(ends, [*self._data, *kept, self._grad, *self._sums]))
+        if isinstance(operation.meta["val"], torch.Tensor):
+            return [operation]
+        return [node for node in operation.users if node in needed and isinstance(node.meta["val"], torch.Tensor)]
+
+    def _cut(
+        self, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], effects: Sequence[fx.Node] = ()
+    ) -> fx.GraphModule:
+        graph = fx.Graph()
+        made: dict[fx.Node, fx.Node] = {}
+        for node in inputs:
+            made[node] = graph.placeholder(node.name)
+            made[node].meta = dict(node.meta)
+        needed = set(_needed([*outputs, *effects], inputs))
+        for node in self._module.graph.nodes:
+            if node in needed and node not in made:
+                made[node] = graph.node_copy(node, lambda n: made[n])
+        graph.output(tuple(made[node] for node in outputs))
+        return fx.GraphModule(self._module, graph)
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _reached_from(starts: Iterable[fx.Node], nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    reached = set(starts)
+    for node in nodes:  # in order, so that one pass sees all
+        if any(source in reached for source in node.all_input_nodes):
+            reached.add(node)
+    return reached
+
+
+def _needed(ends: Iterable[fx.Node], inputs: Iterable[fx.Node]) -> list[fx.Node]:
+    """Nodes that must run for ``ends`` when ``inputs`` are given."""
+    given, found = set(inputs), dict.fromkeys(ends)
+    stack = list(found)
+    while stack:
+        node = stack.pop()
+        if node in given:
+            continue
+        for source in node.all_input_nodes:
+            if source not in found:
+                found[source] = None
+                stack.append(source)
+    return [node for node in found if node not in given]
+
+
+def _num_bytes(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return value.numel() * value.dtype.itemsize
+
+
+def _flops(node: fx.Node) -> int:
+    """Floating point operations of a product or an attention; 0 for everything else."""
+    packet = getattr(node.target, "overloadpacket", None)
+    args: Any = map_arg(node.args, lambda n: n.meta["val"])
+    kwargs: Any = map_arg(node.kwargs, lambda n: n.meta["val"])
+    if "attention" in str(packet):  # torch's own count knows no shared key heads in some versions
+        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        count = 4 * given["query"].numel() * given["key"].shape[-2]
+        return count // 2 if given.get("is_causal", False) else count
+    if packet not in flop_registry:
+        return 0
+    return int(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]))
