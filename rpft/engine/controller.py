@@ -68,6 +68,8 @@ class Ticket:
     read: list[Event]
     """[layers]: the optimizer needs the layer's gradient no more."""
     losses: Losses
+    squares: torch.Tensor
+    """[layers] float64: the sum of squares of the layer's own gradient, valid once it has landed."""
 
 
 @dataclass
@@ -121,11 +123,12 @@ class Controller:
             [happened() for _ in self._layouts],
             [Event() if has else happened() for has in self._has_gradient],
             Losses(),
+            torch.zeros(len(self._layouts), dtype=torch.float64),
         )
         size = self._plan.num_microbatches
         for start in range(0, len(microbatches), size):
             tasks = [(b, self._key(step, start + i)) for i, b in enumerate(microbatches[start : start + size])]
-            self._submit_round(tasks, ticket, first=start == 0)
+            self._submit_round(tasks, ticket, first=start == 0, last=start + size >= len(microbatches))
         self._gradients_read = ticket.read
         after = WeightVersion.of(
             [Event() if t else old for t, old in zip(self._has_gradient, self._weights.written, strict=True)]
@@ -164,7 +167,7 @@ class Controller:
 
     # -- one round -----------------------------------------------------------------------------------------
 
-    def _submit_round(self, batches: Sequence[KeyedBatch], ticket: Ticket, first: bool) -> None:
+    def _submit_round(self, batches: Sequence[KeyedBatch], ticket: Ticket, first: bool, last: bool) -> None:
         """F0 .. F(p-1), the fused stage, B1 .. B(q-1)."""
         segments = {stage: self._segments(stage) for stage in self._plan.backward}
         kept = [s.first for stage in self._plan.backward[1:] for s in segments[stage] if s.first > 0]
@@ -192,7 +195,7 @@ class Controller:
                 stage,
                 segments[stage],
                 tasks,
-                self._gradient_copies(stage, ticket, first),
+                self._gradient_copies(stage, ticket, first, last),
                 ticket.losses if fused else None,
             )
 
@@ -237,14 +240,16 @@ class Controller:
         rows, sequence = batch.input_ids.shape
         return rows, sequence, self._hidden_size
 
-    def _gradient_copies(self, stage: Stage, ticket: Ticket, first: bool) -> list[GradientCopy]:
+    def _gradient_copies(self, stage: Stage, ticket: Ticket, first: bool, last: bool) -> list[GradientCopy]:
         """How a stage's gradients come up (after the first round) and go down, last layer first."""
         starts = region_starts(self._layouts, stage)
         copies = []
         for layer in reversed(stage.layers):
             if self._has_gradient[layer]:
                 after = self._gradients_read[layer] if first else ticket.landed[layer]
-                copies.append(GradientCopy(self._store.layers[layer].gradient, starts[layer][1], after, not first))
+                host, num_own = self._store.layers[layer].gradient, self._layouts[layer].num_trained
+                square = ticket.squares[layer] if last and num_own else None
+                copies.append(GradientCopy(host, starts[layer][1], num_own, square, after, not first))
                 ticket.landed[layer] = copies[-1].landed
         return copies
 

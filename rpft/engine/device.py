@@ -41,7 +41,11 @@ class Device(Protocol):
         ...
 
     def peak_bytes(self) -> int:
-        """Most device memory held at once since the start."""
+        """Most device memory held at once since the start, or since ``reset_peak``."""
+        ...
+
+    def reset_peak(self) -> None:
+        """Forgets the peak so far."""
         ...
 
 
@@ -49,8 +53,13 @@ def cuda_available() -> bool:
     return torch.cuda.is_available()
 
 
-def make_pool(kind: str, num_workers: int | None, vram_limit_bytes: int | None) -> list[Device]:
-    """The devices of ``engine.device`` and ``engine.workers``; UserError where the machine lacks them."""
+def make_pool(
+    kind: str, num_workers: int | None, vram_limit_bytes: int | None, emulate_link_gbps: float | None = None
+) -> list[Device]:
+    """The devices of ``engine.device`` and ``engine.workers``; UserError where the machine lacks them.
+
+    ``emulate_link_gbps``: see ``CudaDevice``.
+    """
     from rpft.engine.cpu import CpuDevice
 
     if kind == "auto":
@@ -65,4 +74,4 @@ def make_pool(kind: str, num_workers: int | None, vram_limit_bytes: int | None) 
         raise UserError(f"engine.workers is {wanted}, and this machine has {found} CUDA devices")
     from rpft.engine.cuda import CudaDevice
 
-    return [CudaDevice(i, vram_limit_bytes) for i in range(wanted)]
+    return [CudaDevice(i, vram_limit_bytes, emulate_link_gbps=emulate_link_gbps) for i in range(wanted)]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
-
-import torch
 
 from rpft.engine.buffers import BoundaryPool
 from rpft.engine.controller import Controller, Losses, Ticket, Update
 from rpft.engine.device import Device
 from rpft.engine.failure import POLL_SECONDS, Failure
 from rpft.engine.slot import HostBatch
-from rpft.engine.streams import Delays
+from rpft.engine.streams import Delays, Stream
 from rpft.engine.worker import Worker
 from rpft.model.functions import LayerFunctions
 from rpft.model.host_store import HostStore
@@ -34,7 +33,7 @@ class Engine:
         plan: Plan,
         devices: Sequence[Device],
         *,
-        dtype: torch.dtype,
+        functions: Sequence[LayerFunctions],
         max_tokens: int,
         seed: int,
         update_lag: int,
@@ -42,7 +41,8 @@ class Engine:
         failure: Failure,
         delays: Delays,
     ) -> None:
-        """``max_tokens``: rows x sequence of the largest microbatch. ``update_lag``: 0 sync, 1 delayed updates.
+        """``functions``: what runs the layers on each device. ``max_tokens``: rows x sequence of the largest
+        microbatch. ``update_lag``: 0 sync, 1 delayed updates.
 
         Every buffer of fixed size is allocated here; raises UserError for a plan that does not fit the model.
         """
@@ -50,20 +50,21 @@ class Engine:
         plan.check(len(layouts))
         self.plan, self.devices, self._failure = plan, devices, failure
         hidden_size = skeleton.model.config.get_text_config().hidden_size
+        dtype = functions[0].dtype
         boundary_bytes = max_tokens * hidden_size * dtype.itemsize
-        sizes = worker_sizes(layouts, plan, boundary_bytes)
+        sizes = worker_sizes(layouts, plan, boundary_bytes, store.gradient_dtype)
         first_trained = next(layout.layer for layout in layouts if layout.grad_elements)
         self._workers = [
             Worker(
                 device,
-                LayerFunctions(skeleton, device.torch_device, dtype),
+                own,
                 layouts,
                 first_trained,
                 sizes,
                 failure,
                 delays,
             )
-            for device in devices
+            for device, own in zip(devices, functions, strict=True)
         ]
         self._boundaries = BoundaryPool(devices[0].allocate_host, boundary_bytes, dtype)
         self._controller = Controller(
@@ -81,6 +82,15 @@ class Engine:
         """Queues a step; the update follows on its own. See ``Controller``."""
         self._failure.raise_if_failed()
         return self._controller.submit_step(step, microbatches)
+
+    @staticmethod
+    def settle() -> None:
+        """To be called once the first step is done: takes what exists out of the garbage collector's rounds.
+
+        A full round over what a compiler leaves behind holds up every thread for 0.2 s, several times a step.
+        """
+        gc.collect()
+        gc.freeze()
 
     def flush(self) -> None:
         """Orders the update that a delayed mode still holds back."""
@@ -100,13 +110,18 @@ class Engine:
             event.synchronize(self._failure)
 
     @property
+    def streams(self) -> list[Stream]:
+        """The streams of all workers."""
+        return [stream for worker in self._workers for stream in worker.streams]
+
+    @property
     def boundary_buffers(self) -> int:
         """Host buffers for boundaries that the plan has turned out to need."""
         return self._boundaries.num_buffers
 
     def close(self) -> list[str]:
         """Ends every thread, finishing queued work unless the engine failed; names of threads that did not end."""
-        streams = [stream for worker in self._workers for stream in worker.streams]
+        streams = self.streams
         for stream in streams:
             stream.close()
         deadline = time.monotonic() + _CLOSE_SECONDS

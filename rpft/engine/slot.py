@@ -39,14 +39,22 @@ class GradientCopy:
     """One layer's gradient sum on its way between the host store and a slot."""
 
     host: torch.Tensor
-    """The layer's float32 host gradient."""
+    """The layer's host gradient."""
     start: int
-    """Where it starts in the slot's gradient buffer, in elements."""
+    """Where it starts in the slot's accumulator, in elements."""
+    num_own: int
+    """Elements from the start that are of the layer's own tensors; borrowed ones follow."""
+    square: torch.Tensor | None
+    """After the last round: the place in host memory for the sum of squares of the own part, float64 scalar."""
     after: Event
     """A later round: the sum of the round before has landed. The first: the optimizer has read the last step's."""
     goes_on: bool
     """Whether the sum of the round before is brought up and added to, so that all rounds are one sum in order."""
     landed: Event = field(default_factory=Event)
+
+    def part_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The layer's part of a buffer for the whole slot's gradient."""
+        return flat[self.start : self.start + self.host.numel()]
 
 
 @dataclass
@@ -90,6 +98,11 @@ class Slot:
     losses: torch.Tensor | None
     """Fused and loss slots: float32 host tensor [microbatches] for the loss sums."""
     losses_ready: Event | None
+
+    @property
+    def gradient_elements(self) -> int:
+        """Elements of the gradients of all layers of the stage."""
+        return sum(copy.host.numel() for copy in self.gradients)
 
     def __str__(self) -> str:
         return f"slot {self.number} ({self.kind.value} stage {self.stage})"

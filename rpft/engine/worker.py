@@ -17,13 +17,13 @@ from functools import partial
 import torch
 
 from rpft.engine.buffers import Boundary, Reading, Ring
-from rpft.engine.compute import GradientChain, SlotRun
+from rpft.engine.compute import ForwardState, GradientChain, SlotRun
 from rpft.engine.device import Device
 from rpft.engine.failure import Failure
 from rpft.engine.slot import HostBatch, Slot, SlotKind, Task
 from rpft.engine.streams import Delays, Event, Stream
 from rpft.model.functions import DeviceBatch, LayerFunctions
-from rpft.model.layout import LayerLayout
+from rpft.model.layout import ALIGNMENT_ELEMENTS, LayerLayout
 from rpft.plan.sizes import WorkerSizes
 
 _BATCHES_KEPT = 64
@@ -56,7 +56,14 @@ class Worker:
             return Ring([device.allocate(num_bytes) for _ in range(2)])
 
         self._weight_ring = ring(sizes.weight_bytes)
-        self._gradient_ring = ring(4 * sizes.gradient_elements)
+        self._gradient_dtype = sizes.gradient_dtype
+        self._rounds_gradients = sizes.gradient_dtype != torch.float32
+        # Rounded gradients leave from a buffer of their own, so that the next slot can sum up at once: one
+        # accumulator is enough, and both take less than two accumulators.
+        count = 1 if self._rounds_gradients else 2
+        self._accumulator_ring = Ring([device.allocate(4 * sizes.gradient_elements) for _ in range(count)])
+        if self._rounds_gradients:
+            self._rounded_ring = Ring([device.allocate(sizes.gradient_dtype.itemsize * sizes.gradient_elements)])
         self._input_ring = ring(sizes.boundary_bytes)
         self._grad_input_ring = ring(sizes.boundary_bytes)
         self._batches: dict[HostBatch, DeviceBatch] = {}
@@ -94,10 +101,7 @@ class Worker:
         for copy in slot.weights:
             target = buffer[copy.start : copy.start + copy.source.numel()]
             up.wait(copy.written)
-            up.run(
-                lambda target=target, source=copy.source: target.copy_(source, non_blocking=True),
-                f"{slot} weights",
-            )
+            self._queue_copy(up, target, copy.source, f"{slot} weights")
         up.record(slot.uploaded)
         return buffer, freed
 
@@ -109,7 +113,7 @@ class Worker:
         up = self._activations_up
         up.wait(free)
         up.wait(reading.boundary.delivered)
-        up.run(lambda: view.copy_(hidden, non_blocking=True), what)
+        self._queue_copy(up, view, hidden, what)
         up.record(reading.done)
         self._compute.wait(reading.done)
         return view, lambda: self._let_go(view, freed, what)
@@ -137,33 +141,51 @@ class Worker:
             down.uses(tensor)
             boundary.hidden.copy_(tensor, non_blocking=True)
 
-        down.run(copy, what)
+        size = boundary.hidden.numel() * boundary.hidden.dtype.itemsize
+        down.run(copy, what, copied_bytes=size)
         down.record(boundary.delivered)
 
-    def _bring_gradients_up(self, slot: Slot, gradient: torch.Tensor, free: Event) -> None:
+    def _bring_gradients_up(self, slot: Slot, accumulator: torch.Tensor, free: Event) -> None:
         """Queues what the gradient sums of a slot start from: zero, or the sums of the round before."""
         self._compute.wait(free)
         if not any(copy.goes_on for copy in slot.gradients):
-            self._compute.run(gradient.zero_, f"{slot} begin")
+            self._compute.run(accumulator.zero_, f"{slot} begin")
             return
         up = self._weights_up
         up.wait(free)
         for copy in slot.gradients:
             up.wait(copy.after)
-            ours = gradient[copy.start : copy.start + copy.host.numel()]
-            up.run(lambda ours=ours, host=copy.host: ours.copy_(host, non_blocking=True), f"{slot} gradients up")
+            self._queue_copy(up, copy.part_of(accumulator), copy.host, f"{slot} gradients up")
         self._compute.wait(up.record(Event()))
 
-    def _send_gradients_down(self, slot: Slot, gradient: torch.Tensor, freed: Event) -> None:
+    def _send_gradients_down(self, slot: Slot, accumulator: torch.Tensor, freed: Event) -> None:
+        """Queues the end of a slot's gradient sums: their norm, their rounding, their way to the host store."""
+        if not slot.gradients:  # the head of an adapter's model
+            self._let_go(accumulator, freed, f"{slot} gradients")
+            return
+        squares: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._compute.run(lambda: squares.extend(_squares(slot, accumulator)), f"{slot} gradient norm")
+        source, sent = accumulator, freed
+        if self._rounds_gradients:
+            buffer, free, sent = self._rounded_ring.next()
+            source = buffer.view(self._gradient_dtype)[: accumulator.numel()]
+            self._compute.wait(free)
+            self._compute.run(lambda: source.copy_(accumulator), f"{slot} gradients rounded")
+            self._let_go(accumulator, freed, f"{slot} gradients")
         down = self._gradients_down
         down.wait(self._compute.record(Event()))
+        down.run(lambda: _store_squares(squares, down), f"{slot} gradient norm")
         for copy in slot.gradients:
-            ours = gradient[copy.start : copy.start + copy.host.numel()]
             down.wait(copy.after)
-            down.run(lambda ours=ours, host=copy.host: host.copy_(ours, non_blocking=True), f"{slot} gradients")
+            self._queue_copy(down, copy.host, copy.part_of(source), f"{slot} gradients")
             down.record(copy.landed)
-        down.run(lambda: self.device.release(gradient), f"{slot} gradients")
-        down.record(freed)
+        down.run(lambda: self.device.release(source), f"{slot} gradients")
+        down.record(sent)
+
+    @staticmethod
+    def _queue_copy(stream: Stream, target: torch.Tensor, source: torch.Tensor, what: str) -> None:
+        size = source.numel() * source.dtype.itemsize
+        stream.run(lambda: target.copy_(source, non_blocking=True), what, copied_bytes=size)
 
     # -- compute -------------------------------------------------------------------------------------------
 
@@ -176,19 +198,22 @@ class Worker:
                 self._compute.run(partial(run.loss, task, hidden), what)
                 let_go()
                 continue
-            produced: dict[int, torch.Tensor] = {}
-            self._compute.run(partial(run.forward, task, hidden, produced), what)
-            computed = self._compute.record(Event())
-            let_go()
-            for layer, boundary in task.outputs.items():
-                self._send_down(partial(produced.pop, layer), boundary, computed, f"{what} output")
+            state = ForwardState(hidden)
+            first = slot.stage.first
+            for last, boundary in task.outputs.items():  # each goes down while the layers above it compute
+                self._compute.run(partial(run.forward, task, range(first, last), state), what)
+                computed = self._compute.record(Event())
+                if first == slot.stage.first:
+                    let_go()
+                self._send_down(state.outputs.popleft, boundary, computed, f"{what} output")
+                first = last
 
     def _gradient_tasks(self, slot: Slot, run: SlotRun) -> None:
         """The fused stage or a backward one. A segment is recomputed before the gradient for it is waited for."""
-        buffer, free, freed = self._gradient_ring.next()
-        gradient = buffer.view(torch.float32)
-        self._bring_gradients_up(slot, gradient, free)
-        self._compute.run(lambda: run.take_gradient_buffer(gradient), f"{slot} begin")
+        buffer, free, freed = self._accumulator_ring.next()
+        accumulator = buffer.view(torch.float32)[: slot.gradient_elements]
+        self._bring_gradients_up(slot, accumulator, free)
+        self._compute.run(lambda: run.take_accumulator(accumulator), f"{slot} begin")
         for number, task in enumerate(slot.tasks):
             what = f"{slot} microbatch {number}"
             chain = GradientChain()
@@ -200,13 +225,13 @@ class Worker:
                     view, let_go = self._bring_up(task.grad_input, self._grad_input_ring, f"{what} gradient")
                     self._compute.run(partial(chain.put, view), what)
                     releases.append(let_go)
-                self._compute.run(partial(run.backward, task, segment, chain), what)
+                self._compute.run(partial(run.backward, task, chain), what)
                 for release in releases:
                     release()
             if task.grad_output is not None:
                 computed = self._compute.record(Event())
                 self._send_down(chain.take, task.grad_output, computed, f"{what} gradient")
-        self._send_gradients_down(slot, gradient, freed)
+        self._send_gradients_down(slot, accumulator, freed)
 
     def _send_losses_down(self, slot: Slot, run: SlotRun) -> None:
         assert slot.losses is not None
@@ -235,3 +260,26 @@ class Worker:
             if len(self._batches) > _BATCHES_KEPT:
                 self._batches.pop(next(iter(self._batches)))
         return found
+
+
+def _squares(slot: Slot, accumulator: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """For each gradient whose norm is asked for (where it goes on the host, its sum of squares on the device)."""
+    return [
+        (copy.square, square_sum(copy.part_of(accumulator)[: copy.num_own]))
+        for copy in slot.gradients
+        if copy.square is not None
+    ]
+
+
+def _store_squares(squares: list[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:
+    for host, square in squares:
+        stream.uses(square)
+        host.copy_(square, non_blocking=True)
+
+
+def square_sum(flat: torch.Tensor) -> torch.Tensor:
+    """The sum of squares of float32 ``flat``, whose length is a multiple of the alignment, float64 scalar.
+
+    Row by row: one float32 sum over a large layer would be far too coarse.
+    """
+    return torch.linalg.vector_norm(flat.view(-1, ALIGNMENT_ELEMENTS), dim=1).double().square().sum()

@@ -16,7 +16,7 @@ ONE = plan_of([(0, 4)], [(5, 5), (0, 4)], 2, "stage")
 BREACHES = {
     "order 1: the optimizer writes weights before their upload": (THREE, 1, ("optimizer", "reader", 7)),
     "order 2: an upload starts before the optimizer's write": (THREE, 0, ("weights up", "written")),
-    "order 3: the optimizer reads a gradient before it landed": (THREE, 0, ("optimizer", "landed")),
+    "order 3: the optimizer reads a gradient before it landed": (THREE, 0, ("optimizer", "landed", 0, 3)),
     "order 4: a gradient lands before the optimizer read the last": (
         THREE,
         1,

@@ -36,12 +36,12 @@ class FaultyStream(Stream):
         super().__init__(name, failure, delays)
         self.fault = fault
 
-    def run(self, task, what):
+    def run(self, task, what, copied_bytes=0):
         def faulty():
             self.fault()
             task()
 
-        super().run(faulty, what)
+        super().run(faulty, what, copied_bytes)
 
 
 class FaultyDevice(CpuDevice):
@@ -85,14 +85,15 @@ def test_a_fault_in_a_layer_ends_every_thread_and_names_stage_microbatch_and_dev
 
     def sabotage(engine, optimizer):
         for number, owner in enumerate(engine._workers):
-            forward = owner._functions.forward
+            for name in ("forward", "keep"):
+                function = getattr(owner._functions, name)
 
-            def faulty(index, *args, owner=number, forward=forward):
-                if (index, owner) == (layer, worker):
-                    fault()
-                return forward(index, *args)
+                def faulty(index, *args, owner=number, function=function, **named):
+                    if (index, owner) == (layer, worker):
+                        fault()
+                    return function(index, *args, **named)
 
-            owner._functions.forward = faulty
+                setattr(owner._functions, name, faulty)
 
     error = fails(checkpoint("llama"), fault, before_run=sabotage)
     assert f"cpu:{worker} compute" in str(error)
@@ -129,14 +130,14 @@ def test_a_fault_in_the_optimizer_ends_every_thread_and_names_the_step(kind, upd
     fault = raise_at(1, kind)
 
     def sabotage(engine, optimizer):
-        apply = optimizer._update_masters
+        apply = optimizer._update_layer
 
         def faulty(update, index, *args):
             if index == 2:
                 fault()
             return apply(update, index, *args)
 
-        optimizer._update_masters = faulty
+        optimizer._update_layer = faulty
 
     error = fails(checkpoint("llama"), fault, before_run=sabotage, update_lag=update_lag)
     assert "optimizer" in str(error)

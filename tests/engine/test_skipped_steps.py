@@ -17,11 +17,11 @@ def poison(kind):
 
     def before_run(engine, optimizer):
         for worker in engine._workers:
-            functions = worker._functions
-            function = functions.loss_and_gradients
+            head = worker._functions.head
+            function = head.loss_and_gradients
 
-            def spoilt(hidden, weights, batch, leaves, key, function=function):
-                loss, grad, sums = function(hidden, weights, batch, leaves, key)
+            def spoilt(hidden, weights, batch, sums, key, function=function):
+                loss, grad = function(hidden, weights, batch, sums, key)
                 if getattr(batch.targets, "is_bad", False):
                     if kind == "loss":
                         loss = loss * math.nan
@@ -29,9 +29,9 @@ def poison(kind):
                         next(iter(sums.values())).view(-1)[7] = math.inf
                     else:
                         grad[0, 3, 5] = math.nan
-                return loss, grad, sums
+                return loss, grad
 
-            functions.loss_and_gradients = spoilt
+            head.loss_and_gradients = spoilt
 
     return before_run
 
