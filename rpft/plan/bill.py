@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from rpft.errors import UserError
-from rpft.model.functions import HEAD_CHUNK_TOKENS
+from rpft.model.graphs import KernelKind
+from rpft.model.head import HEAD_CHUNK_TOKENS
 from rpft.model.host_store import store_bytes
 from rpft.model.layout import LayerLayout
-from rpft.plan.plan import Plan
+from rpft.plan.plan import Plan, Stage
+from rpft.plan.profile import LayerProfile
 from rpft.plan.sizes import worker_sizes
 
 _PROCESS_BYTES = 3 << 29
 """Interpreter, torch, transformers and tokenised data: 1.5 GiB."""
 
-_HEAD_CHUNK_BYTES_PER_LOGIT = 14
-"""Logits in the working dtype, in float32, their softmax and its gradient."""
+_HEAD_CHUNK_BYTES_PER_LOGIT: dict[KernelKind, float] = {"eager": 14, "trace": 14, "compile": 4.2}
+"""Logits in the working dtype, in float32, their softmax and its gradient; compiled, logits and gradient alone."""
+
+_BOUNDARIES_IN_FLIGHT = 4
+"""Hidden states that are computed and not yet down."""
 
 
 @dataclass(frozen=True)
 class Bill:
-    """Bytes that a run takes. ``device`` is of one worker; its activation part is an estimate from shapes."""
+    """Bytes that a run takes. ``device`` is of one worker; without measurements its activations are estimates."""
 
     host: int
     device: int
@@ -52,6 +60,11 @@ class Workload:
     """Microbatches of a step."""
     delayed: bool
     """Whether updates are applied one step late."""
+    kernels: KernelKind = "eager"
+    gradient_dtype: torch.dtype = torch.float32
+    """Of the host gradients."""
+    profiles: Sequence[LayerProfile] | None = None
+    """What each layer was measured to take; None where nothing was."""
 
 
 def make_bill(plan: Plan, layouts: list[LayerLayout], work: Workload) -> Bill:
@@ -61,26 +74,50 @@ def make_bill(plan: Plan, layouts: list[LayerLayout], work: Workload) -> Bill:
     kept = {s.first for stage in plan.backward[1:] for s in plan.segments(stage)}
     crossings = len(kept | {stage.first for stage in plan.forward} | {plan.fused.first}) + 2
     host = {
-        "weights, gradients, optimizer state": store_bytes(layouts, separate_masters=work.delayed),
+        "weights, gradients, optimizer state": store_bytes(layouts, work.delayed, work.gradient_dtype),
         "hidden states between stages": crossings * plan.num_microbatches * boundary,
         "process": _PROCESS_BYTES,
     }
-    segments = [plan.fused, *(s for stage in plan.backward[1:] for s in plan.segments(stage))]
-    longest = max(len(s.layers) for s in segments)
-    # What autograd keeps of a block: about ten hidden states and four of the widened ones.
-    block = max_tokens * shape.itemsize * (10 * shape.hidden_size + 4 * shape.intermediate_size)
-    device = {
-        "weight, gradient and hidden-state buffers": worker_sizes(layouts, plan, boundary).total_bytes,
-        "activations of a recomputed segment (estimate)": longest * block,
-        "gradients of a segment before they are summed": max(
-            sum(layouts[i].grad_elements for i in s.layers) * shape.itemsize for s in segments
-        ),
-        "logits of a chunk": min(max_tokens, HEAD_CHUNK_TOKENS) * shape.vocab_size * _HEAD_CHUNK_BYTES_PER_LOGIT,
-    }
+    buffers = worker_sizes(layouts, plan, boundary, work.gradient_dtype).total_bytes
+    device = {"weight, gradient and hidden-state buffers": buffers}
+    if work.profiles is None:
+        device |= _estimated_activations(plan, layouts, work)
+    else:
+        device["activations, measured"] = _measured_activations(plan, work.profiles)
+    device["hidden states on their way down"] = _BOUNDARIES_IN_FLIGHT * boundary
     trained = sum(layout.num_trained for layout in layouts)
     frozen = any(layout.num_trained == 0 or layout.host_bytes > layout.num_trained * 4 for layout in layouts)
     result = trained * shape.itemsize if frozen else sum(layout.host_bytes for layout in layouts)
     return Bill(sum(host.values()), sum(device.values()), result + 12 * trained, host, device)
+
+
+def _segments(plan: Plan) -> list[Stage]:
+    return [plan.fused, *(s for stage in plan.backward[1:] for s in plan.segments(stage))]
+
+
+def _estimated_activations(plan: Plan, layouts: list[LayerLayout], work: Workload) -> dict[str, int]:
+    shape, max_tokens = work.shape, work.max_tokens
+    longest = max(len(segment.layers) for segment in _segments(plan))
+    # What autograd keeps of a block: about ten hidden states and four of the widened ones.
+    block = max_tokens * shape.itemsize * (10 * shape.hidden_size + 4 * shape.intermediate_size)
+    logits = min(max_tokens, HEAD_CHUNK_TOKENS[work.kernels]) * shape.vocab_size
+    return {
+        "activations of a recomputed segment (estimate)": longest * block,
+        "gradients of a layer before they are summed": max(layout.grad_elements for layout in layouts)
+        * shape.itemsize,
+        "logits of a chunk": int(logits * _HEAD_CHUNK_BYTES_PER_LOGIT[work.kernels]),
+    }
+
+
+def _measured_activations(plan: Plan, profiles: Sequence[LayerProfile]) -> int:
+    """The most that a slot holds: in a segment all layers but the last are kept, and that one is recomputed."""
+    most = max((profiles[i].forward_bytes for stage in plan.forward for i in stage.layers), default=0)
+    for segment in _segments(plan):
+        kept = [profiles[layer] for layer in segment.layers[:-1]]
+        last = profiles[segment.last]
+        peaks = [last.backward_bytes, *(profile.kept_backward_bytes for profile in kept)]
+        most = max(most, sum(profile.kept_bytes for profile in kept) + max(peaks))
+    return most
 
 
 def available_host_bytes() -> int:

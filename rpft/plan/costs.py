@@ -1,16 +1,18 @@
-"""Relative cost of each layer, from the shapes of its weights: what stands in until layers are measured."""
+"""Relative cost of each layer: measured, or from the shapes of its weights where nothing was."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rpft.model.layout import LayerLayout
 from rpft.model.skeleton import Skeleton
+from rpft.plan.profile import LayerProfile
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Compute of one layer for one token, in multiply-adds, and what its gradients add."""
+    """Compute of one layer and what its gradients add: multiply-adds a token, or seconds a microbatch."""
 
     forward: float
     backward: float
@@ -19,6 +21,11 @@ class LayerCost:
     @property
     def with_recompute(self) -> float:
         return self.forward + self.backward
+
+
+def measured_costs(profiles: Sequence[LayerProfile]) -> list[LayerCost]:
+    """One cost a layer, in seconds for one microbatch."""
+    return [LayerCost(p.forward_seconds, p.backward_seconds - p.forward_seconds) for p in profiles]
 
 
 def layer_costs(layouts: list[LayerLayout], skeleton: Skeleton) -> list[LayerCost]:

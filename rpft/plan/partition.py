@@ -7,10 +7,24 @@ its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 from rpft.plan.costs import LayerCost
 from rpft.plan.plan import Plan, Stage
+
+_FORWARD_SHARES = (1.0, 0.5, 0.25)
+"""Smaller forward stages start sooner after an exact update."""
+
+_AS_GOOD_AS_EQUAL = 1e-6
+
+_STARTS = 8
+"""Balanced plans whose cuts are moved."""
+
+_WORTH_A_MOVE = 1e-4
+_MOST_TRIALS = 3000
+"""Plans looked at: a few seconds."""
 
 
 def makespan(slot_times: Sequence[float], num_workers: int, num_microbatches: int, rounds: int) -> float:
@@ -38,22 +52,84 @@ def balanced_plan(
     rounds: int,
     recompute: str,
     fits: Callable[[Plan], bool],
+    seconds: Callable[[Plan], float] | None = None,
 ) -> Plan | None:
-    """The best of the balanced plans that ``fits`` accepts, or None. ``costs``: one a layer, embedding to head."""
+    """The best of the balanced plans that ``fits`` accepts, or None. ``costs``: one a layer, embedding to head.
+
+    ``seconds`` says how long a step takes; without it transfers and the optimizer take no time.
+    """
     blocks = [cost.with_recompute for cost in costs[1:-1]]
     candidates: dict[Plan, float] = {}
     bottlenecks = {0.0}  # a stage a layer
     for count in range(1, len(blocks) + 1):
         bottlenecks |= {max(_sums(blocks, count)), max(*_sums(blocks, count), _head(costs))}
     for bottleneck in sorted(bottlenecks):
-        plan = _pack(costs, bottleneck, num_microbatches, recompute)
-        if plan not in candidates and fits(plan):
-            times = slot_times(plan, costs)
-            candidates[plan] = makespan(times, num_workers, num_microbatches, rounds)
+        for share in (1.0,) if seconds is None else _FORWARD_SHARES:
+            plan = _pack(costs, bottleneck, num_microbatches, recompute, share)
+            if plan in candidates or not fits(plan):
+                continue
+            if seconds is None:
+                times = slot_times(plan, costs)
+                candidates[plan] = makespan(times, num_workers, num_microbatches, rounds)
+            else:
+                candidates[plan] = seconds(plan)
     if not candidates:
         return None
-    # Of equally fast plans the one with fewer slots moves fewer bytes.
-    return min(candidates, key=lambda plan: (round(candidates[plan], 6), plan.num_slots))
+    # Of plans that are as good as equally fast the one with fewer slots moves fewer bytes.
+    close = min(candidates.values()) * (1 + _AS_GOOD_AS_EQUAL)
+    if seconds is None:
+        return min((plan for plan in candidates if candidates[plan] <= close), key=lambda plan: plan.num_slots)
+    for plan in sorted(candidates, key=lambda plan: candidates[plan])[:_STARTS]:
+        _improve(plan, candidates, fits, seconds)
+    return min(candidates, key=lambda plan: candidates[plan])
+
+
+def _improve(
+    plan: Plan, known: dict[Plan, float], fits: Callable[[Plan], bool], seconds: Callable[[Plan], float]
+) -> None:
+    """Moves the cuts of ``plan``, one at a time, for as long as that makes a step shorter; fills ``known``."""
+    while len(known) < _MOST_TRIALS:
+        tried = list(_neighbours(plan))
+        for other in tried:
+            if other not in known:
+                known[other] = seconds(other) if fits(other) else math.inf
+        best = min(tried, key=lambda other: known[other])
+        if known[best] >= known[plan] * (1 - _WORTH_A_MOVE):
+            return
+        plan = best
+
+
+def _neighbours(plan: Plan) -> Iterator[Plan]:
+    """Plans that differ from ``plan`` in one cut: moved by a layer, left out, or added."""
+    head, first = plan.num_layers - 1, plan.fused.first
+    forward = [stage.first for stage in plan.forward]
+    backward = [stage.first for stage in reversed(plan.backward[1:])]
+
+    def build(forward: Sequence[int], backward: Sequence[int], first: int) -> Plan:
+        def stages(starts: Sequence[int]) -> list[Stage]:
+            kept = sorted(start for start in starts if start < first)
+            return [Stage(a, b - 1) for a, b in pairwise([*kept, first])]
+
+        fused = Stage(first, head)
+        parts = tuple(stages(forward)), (fused, *reversed(stages(backward)))
+        return Plan(*parts, plan.num_microbatches, plan.recompute)
+
+    for fused_first in (first - 1, first + 1):
+        if 0 < fused_first <= head:
+            yield build(forward, backward, fused_first)
+    for starts, rebuild in (
+        (forward, lambda cuts: build(cuts, backward, first)),
+        (backward, lambda cuts: build(forward, cuts, first)),
+    ):
+        for start in starts[1:]:
+            others = set(starts) - {start}
+            yield rebuild(sorted(others))
+            for moved in (start - 1, start + 1):
+                if 0 < moved < first and moved not in others:
+                    yield rebuild(sorted(others | {moved}))
+        for start in range(1, first):
+            if start not in starts:
+                yield rebuild(sorted({*starts, start}))
 
 
 def slot_times(plan: Plan, costs: Sequence[LayerCost]) -> list[float]:
@@ -71,8 +147,13 @@ def _head(costs: Sequence[LayerCost]) -> float:
     return costs[-1].with_recompute
 
 
-def _pack(costs: Sequence[LayerCost], bottleneck: float, num_microbatches: int, recompute: str) -> Plan:
-    """Stages of consecutive layers, each at most ``bottleneck`` unless a single layer is more."""
+def _pack(
+    costs: Sequence[LayerCost], bottleneck: float, num_microbatches: int, recompute: str, forward_share: float
+) -> Plan:
+    """Stages of consecutive layers, each at most ``bottleneck`` unless a single layer is more.
+
+    ``forward_share``: of the bottleneck, what forward stages may take.
+    """
     limit = bottleneck * (1 + 1e-9)
     head = len(costs) - 1
     first = head
@@ -94,7 +175,7 @@ def _pack(costs: Sequence[LayerCost], bottleneck: float, num_microbatches: int, 
     low = 0
     while low < first:
         high, total = low, costs[low].forward
-        while high + 1 < first and total + costs[high + 1].forward <= limit:
+        while high + 1 < first and total + costs[high + 1].forward <= limit * forward_share:
             high += 1
             total += costs[high].forward
         forward.append(Stage(low, high))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from rpft.model.layout import LayerLayout
 from rpft.plan.plan import Plan, Stage
 
@@ -16,11 +18,17 @@ class WorkerSizes:
     weight_bytes: int
     gradient_elements: int
     boundary_bytes: int
+    gradient_dtype: torch.dtype
+    """Of the host gradients."""
 
     @property
     def total_bytes(self) -> int:
-        """Device memory of all fixed buffers, two of each: one in use, one on its way."""
-        return 2 * (self.weight_bytes + 4 * self.gradient_elements + 2 * self.boundary_bytes)
+        """Device memory of all fixed buffers, two of each: one in use, one on its way.
+
+        Of gradients that are rounded on their way the one in use is float32, the one on its way is not.
+        """
+        gradients = self.gradient_elements * (4 + self.gradient_dtype.itemsize)
+        return 2 * self.weight_bytes + gradients + 4 * self.boundary_bytes
 
 
 def region_starts(layouts: list[LayerLayout], stage: Stage) -> dict[int, tuple[int, int]]:
@@ -33,7 +41,9 @@ def region_starts(layouts: list[LayerLayout], stage: Stage) -> dict[int, tuple[i
     return starts
 
 
-def worker_sizes(layouts: list[LayerLayout], plan: Plan, boundary_bytes: int) -> WorkerSizes:
+def worker_sizes(
+    layouts: list[LayerLayout], plan: Plan, boundary_bytes: int, gradient_dtype: torch.dtype
+) -> WorkerSizes:
     """What the stages of a plan ask of a worker."""
 
     def largest(stages: tuple[Stage, ...], size: Callable[[LayerLayout], int]) -> int:
@@ -43,4 +53,5 @@ def worker_sizes(layouts: list[LayerLayout], plan: Plan, boundary_bytes: int) ->
         weight_bytes=largest(plan.forward + plan.backward, lambda layout: layout.region_bytes),
         gradient_elements=largest(plan.backward, lambda layout: layout.grad_elements),
         boundary_bytes=boundary_bytes,
+        gradient_dtype=gradient_dtype,
     )

@@ -58,7 +58,7 @@ def test_a_plan_for_rows_of_2048_tokens_fits_a_card_of_24_gib(name: str):
         inject_lora(skeleton, lora, "shape")
     layouts = build_layers(skeleton, torch.bfloat16)
     work = Workload(model_shape(config, 2), max_tokens=2048, accumulation=16, delayed=False)
-    plan = choose_plan(layouts, skeleton, work, 8, 16, "auto", CARD_BYTES)
+    plan = choose_plan(layouts, skeleton, work, 8, 16, "auto", CARD_BYTES, None)
     plan.check(len(layouts))
     bill = make_bill(plan, layouts, work)
     assert bill.device <= CARD_BYTES
