@@ -26,6 +26,7 @@ from rpft.engine.failure import Failure
 from rpft.engine.slot import HostBatch
 from rpft.engine.streams import Delays
 from rpft.model.checkpoint import Checkpoint, load_checkpoint, read_config
+from rpft.model.functions import LayerFunctions
 from rpft.model.host_store import HostStore
 from rpft.model.layers import build_layers
 from rpft.model.skeleton import build_model, cut
@@ -87,7 +88,7 @@ class PoolLoop:
             store,
             plan,
             [CpuDevice(0)],
-            dtype=dtype,
+            functions=[LayerFunctions(skeleton, torch.device("cpu"), dtype)],
             max_tokens=max_tokens,
             seed=0,
             update_lag=0,

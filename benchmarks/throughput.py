@@ -1,38 +1,48 @@
 """Tokens a second of full or LoRA training of a model of real size, random weights, random tokens.
 
-    python benchmarks/throughput.py qwen3-1.7b --rows 8 --sequence 4096 --microbatches 8 --steps 5
-        [--lora R] [--workers N] [--vram-limit 24GiB] [--update delayed] [--json FILE]
+    python benchmarks/throughput.py qwen3-1.7b --rows 24 --sequence 4096 --microbatches 3 --steps 10
+        [--lora R] [--workers 2,1] [--update sync,delayed] [--vram-limit 24] [--trace FOLDER] [--json FILE]
 
-No checkpoint and no data are needed. Prints the rate of the median step and over all timed steps,
-drained at both ends.
+No checkpoint and no data are needed. For every combination of --workers, --update and --emulate-link: the rate of
+the median step and over all timed steps, drained at both ends.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import sys
 import time
-from itertools import pairwise
+from dataclasses import replace
+from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
+import psutil
 import torch
 from record import machine, write_record
+from timeline import overlap_table
 
 from rpft.engine.device import Device, make_pool
 from rpft.engine.engine import Engine
 from rpft.engine.failure import Failure
 from rpft.engine.slot import HostBatch
 from rpft.engine.streams import Delays
+from rpft.engine.tracer import Tracer
 from rpft.model.adapters import LoraSettings, initialise_lora, inject_lora
+from rpft.model.functions import LayerFunctions
 from rpft.model.host_store import HostStore
 from rpft.model.layers import build_layers
 from rpft.model.skeleton import build_model, cut
 from rpft.optim.adamw import AdamW
-from rpft.optim.host_optimizer import HostOptimizer
+from rpft.optim.host_optimizer import HostOptimizer, update_cases
+from rpft.optim.one_pass import Case, CompiledPass, FusedPass, OnePass, prepare, scratch
 from rpft.optim.schedule import Schedule
-from rpft.plan.bill import Workload, gib, make_bill
+from rpft.plan.bill import Workload, available_host_bytes, gib, make_bill
 from rpft.plan.choose import choose_plan, model_shape
+from rpft.plan.profile import LayerProfile, measure_layers, measure_link
+from rpft.plan.simulate import ASSUMED_RATES, Rates
 
 DTYPE = torch.bfloat16
 
@@ -88,52 +98,131 @@ def random_step(rows: int, sequence: int, microbatches: int, vocabulary: int, se
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("preset", choices=sorted(PRESETS))
-    parser.add_argument("--rows", type=int, default=8, help="rows of a step")
+    parser.add_argument("--rows", type=int, default=24, help="rows of a step")
     parser.add_argument("--sequence", type=int, default=4096)
-    parser.add_argument("--microbatches", type=int, default=8, help="of a step, all in one round")
-    parser.add_argument("--steps", type=int, default=5, help="timed, after two that warm up")
+    parser.add_argument("--microbatches", type=int, default=3, help="of a step, all in one round")
+    parser.add_argument("--steps", type=int, default=5, help="timed, drained at both ends")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps before those that are timed")
     parser.add_argument("--lora", type=int, default=0, help="rank; 0 trains every weight")
-    parser.add_argument("--workers", type=int)
+    parser.add_argument("--workers", type=numbers, default=[0], help="0: all")
     parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
     parser.add_argument("--vram-limit", type=float, default=24.0, help="GiB a worker")
-    parser.add_argument("--update", choices=["sync", "delayed"], default="sync")
+    parser.add_argument("--ram-limit", type=float, help="GiB; default: what is free")
+    parser.add_argument("--update", type=lambda text: text.split(","), default=["sync"])
+    parser.add_argument("--kernels", choices=["eager", "trace", "compile"], default="compile")
+    parser.add_argument("--recompute", choices=["auto", "stage", "layer"], default="auto")
+    parser.add_argument("--emulate-link", type=numbers, default=[0], help="GB/s each way; 0: the link as it is")
+    parser.add_argument("--trace", type=Path, help="folder for a Chrome trace of three more steps of each")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 
-class Run:
-    """A model with random weights, its plan and its engine, ready to step."""
+def numbers(text: str) -> list[int]:
+    """Whole numbers between commas."""
+    return [int(word) for word in text.split(",")]
+
+
+class Model:
+    """A model with random weights: what all combinations share."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.vram_limit = int(arguments.vram_limit * 2**30)
         self.rows, self.sequence, self.microbatches = arguments.rows, arguments.sequence, arguments.microbatches
-        limit = int(arguments.vram_limit * 2**30)
-        self.devices = make_pool(arguments.device, arguments.workers, limit)
+        devices = self.pool(max(arguments.workers) if all(arguments.workers) else 0, 0)
         config = make_config(arguments.preset)
         self.vocabulary = config.vocab_size
-        skeleton = cut(build_model(config, DTYPE, "auto"))
+        self.skeleton = cut(build_model(config, DTYPE, "auto"))
         if arguments.lora:
-            inject_lora(skeleton, LoraSettings(arguments.lora, 2 * arguments.lora, 0.0, "all-linear"), "random")
-        layouts = build_layers(skeleton, DTYPE)
-        max_tokens = self.rows // self.microbatches * self.sequence
-        delayed = arguments.update == "delayed"
-        work = Workload(model_shape(config, DTYPE.itemsize), max_tokens, self.microbatches, delayed)
-        self.plan = choose_plan(layouts, skeleton, work, len(self.devices), self.microbatches, "auto", limit)
-        self.bill = make_bill(self.plan, layouts, work)
-        if self.bill.device > limit:
-            sys.exit(f"the smallest plan takes {gib(self.bill.device)} of VRAM")
-        store = HostStore(layouts, self.devices[0].allocate_host, separate_masters=delayed)
-        fill_randomly(store, self.devices[0].torch_device)
+            settings = LoraSettings(arguments.lora, 2 * arguments.lora, 0.0, "all-linear")
+            inject_lora(self.skeleton, settings, "random")
+        self.layouts = build_layers(self.skeleton, DTYPE)
+        size = self.rows // self.microbatches
+        self.max_tokens = size * self.sequence
+        kernels = arguments.kernels
+        self.functions = [LayerFunctions(self.skeleton, d.torch_device, DTYPE, kernels) for d in devices]
+        self.shape = model_shape(config, DTYPE.itemsize)
+        self.profiles, self.rates = None, ASSUMED_RATES
+        if kernels != "eager":
+            self.profiles = measure_layers(self.functions[0], self.layouts, size, self.sequence, self.vocabulary)
+            _print_profiles(self.profiles)
+        self.store = HostStore(self.layouts, devices[0].allocate_host, gradient_dtype=DTYPE)
+        fill_randomly(self.store, devices[0].torch_device)
         if arguments.lora:
-            initialise_lora(skeleton, store, 0)
+            initialise_lora(self.skeleton, self.store, 0)
+        self.one_pass: OnePass = FusedPass()
+        if kernels == "compile":
+            cases = [case for delayed in (False, True) for case in update_cases(self.store, delayed)]
+            self.one_pass = prepare(list(dict.fromkeys(cases)), spare_cores=2 + 2 * len(devices))
+        if kernels != "eager":
+            self.rates = measure_rates(devices[0], self.one_pass)
+
+    def pool(self, workers: int, link: int) -> list[Device]:
+        return make_pool(self.arguments.device, workers or None, self.vram_limit, link or None)
+
+
+def measure_rates(device: Device, one_pass: OnePass) -> Rates:
+    """The link of ``device`` and the optimizer's rate, from a short measurement of each."""
+    size = 1 << 25
+    case = Case((DTYPE,), DTYPE)
+    if isinstance(one_pass, CompiledPass) and case in one_pass.cases:
+        update = scratch(one_pass, case, size)
+        update()
+        started = time.perf_counter()
+        for _ in range(3):
+            update()
+        rate = 3 * size / (time.perf_counter() - started)
+    else:
+        rate = ASSUMED_RATES.update
+    up, down = measure_link(device.torch_device, device.allocate_host)
+    print(
+        f"link {up / 1e9:.0f} GB/s up, {down / 1e9:.0f} down;"
+        f" optimizer {rate / 1e9:.2f} G parameters/s on {one_pass.num_threads} threads"
+    )
+    return Rates(up, down, rate, 4 * rate)
+
+
+class Run:
+    """One combination: its plan and its engine, ready to step."""
+
+    def __init__(self, model: Model, workers: int, update: str, link: int) -> None:
+        self.model, self.update, self.link = model, update, link
+        arguments, limit = model.arguments, model.vram_limit
+        self.devices = model.pool(workers, link)
+        delayed = update == "delayed"
+        work = Workload(
+            model.shape, model.max_tokens, model.microbatches, delayed, arguments.kernels, DTYPE, model.profiles
+        )
+        rates = model.rates
+        if link:
+            rates = replace(rates, up=min(rates.up, link * 1e9), down=min(rates.down, link * 1e9))
+        used = psutil.Process().memory_info().rss
+        ram = available_host_bytes() + used if arguments.ram_limit is None else int(arguments.ram_limit * 2**30)
+        self.plan = choose_plan(
+            model.layouts,
+            model.skeleton,
+            work,
+            len(self.devices),
+            model.microbatches,
+            arguments.recompute,
+            limit,
+            ram,
+            rates,
+        )
+        self.bill = make_bill(self.plan, model.layouts, work)
+        if self.bill.device > limit or self.bill.host > ram:
+            sys.exit(f"the smallest plan takes {gib(self.bill.device)} of VRAM, {gib(self.bill.host)} of RAM")
         failure, delays = Failure(), Delays(None)
-        self.optimizer = HostOptimizer(store, AdamW(), Schedule("constant", 1e-5, 10**6), 1.0, failure, delays)
+        self.optimizer = HostOptimizer(
+            model.store, AdamW(), Schedule("constant", 1e-5, 10**6), 1.0, failure, delays, kernels=model.one_pass
+        )
         self.engine = Engine(
-            skeleton,
-            store,
+            model.skeleton,
+            model.store,
             self.plan,
             self.devices,
-            dtype=DTYPE,
-            max_tokens=max_tokens,
+            functions=model.functions[: len(self.devices)],
+            max_tokens=model.max_tokens,
             seed=0,
             update_lag=int(delayed),
             send_update=self.optimizer.submit,
@@ -146,55 +235,104 @@ class Run:
         marks = [time.perf_counter()]
         for step in range(first, first + count + 1):
             if step < first + count:
-                batches = random_step(self.rows, self.sequence, self.microbatches, self.vocabulary, step % 2)
+                model = self.model
+                batches = random_step(model.rows, model.sequence, model.microbatches, model.vocabulary, step % 2)
                 self.engine.submit_step(step, batches)
             else:
                 self.engine.flush()
             if step > first:
                 result = self.optimizer.wait(step - 1)
                 marks.append(time.perf_counter())
-                loss = result.loss_sum / (self.rows * (self.sequence - 1))
-                print(f"step {step - 1}: loss {loss:.4f}, {marks[-1] - marks[-2]:.2f} s", flush=True)
+                loss = result.loss_sum / (self.model.rows * (self.model.sequence - 1))
+                print(f"{step - 1}: {loss:.4f} {marks[-1] - marks[-2]:.2f} s", end="; ", flush=True)
+        print()
         return [after - before for before, after in pairwise(marks)]
+
+    def trace(self, first: int, count: int, path: Path) -> None:
+        """Traces ``count`` steps into ``path`` and prints what of the transfers compute hid."""
+        tracer = Tracer([*self.engine.streams, self.optimizer.stream])
+        tracer.start()
+        self.steps(first, count)
+        trace = tracer.stop()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        trace.write_chrome_trace(path)
+        print(overlap_table(trace))
 
     def close(self) -> None:
         self.engine.close()
         self.optimizer.close()
 
 
-def main() -> int:
-    arguments = parse()
-    started = time.perf_counter()
-    run = Run(arguments)
-    print(f"ready after {time.perf_counter() - started:.0f} s; {gib(run.bill.host)} of RAM by the bill")
+def _print_profiles(profiles: list[LayerProfile]) -> None:
+    for name, p in (("embedding", profiles[0]), ("block", profiles[1]), ("head", profiles[-1])):
+        print(
+            f"{name}: forward {p.forward_seconds * 1e3:.2f} ms, recompute and backward"
+            f" {p.backward_seconds * 1e3:.2f} ms; {gib(p.forward_bytes)} and {gib(p.backward_bytes)},"
+            f" kept {gib(p.kept_bytes)} + {gib(p.kept_backward_bytes)}"
+        )
+
+
+def measure(run: Run) -> list[dict[str, Any]]:
+    """Warms up, times, prints; the figures for the record."""
+    model, arguments = run.model, run.model.arguments
     stages = " ".join(map(str, run.plan.forward)), " ".join(map(str, run.plan.backward))
     print(f"plan: forward {stages[0]}; backward {stages[1]}; recompute by {run.plan.recompute}", flush=True)
-    run.steps(1, 2)
-    seconds = run.steps(3, arguments.steps)
-    run.close()
-    tokens = run.rows * run.sequence
-    median, drained = tokens / statistics.median(seconds), tokens * len(seconds) / sum(seconds)
+    run.steps(1, arguments.warm_up)
+    run.engine.settle()
+    for device in run.devices:
+        device.reset_peak()
+    seconds = run.steps(1 + arguments.warm_up, arguments.steps)
     peaks = [device.peak_bytes() for device in run.devices]
-    what = f"LoRA r{arguments.lora}" if arguments.lora else "full"
-    case = (
-        f"{arguments.preset} {what} {arguments.update}, {len(peaks)} worker(s),"
-        f" {run.rows} x {run.sequence}, M = {run.microbatches}"
+    cuda = [d.torch_device for d in run.devices if d.torch_device.type == "cuda"]
+    reserved = max((torch.cuda.max_memory_reserved(device) for device in cuda), default=0)
+    tokens = model.rows * model.sequence
+    median, drained = tokens / statistics.median(seconds), tokens * len(seconds) / sum(seconds)
+    rss = psutil.Process().memory_info().rss
+    case = " ".join(
+        [
+            arguments.preset,
+            f"LoRA r{arguments.lora}" if arguments.lora else "full",
+            f"{run.update}, {len(peaks)} worker(s), {model.rows} x {model.sequence}, M = {model.microbatches}",
+            *([f"(link emulated at {run.link} GB/s)"] if run.link else []),
+        ]
     )
     print(
         f"RESULT {case}: {median:.0f} tok/s by the median step, {drained:.0f} drained;"
-        f" peak VRAM {' '.join(map(gib, peaks))} of {gib(run.bill.device)} by the bill"
+        f" peak VRAM {' '.join(map(gib, peaks))} (reserved {gib(reserved)}) of {gib(run.bill.device)} by the bill;"
+        f" RAM {gib(rss)} of {gib(run.bill.host)}",
+        flush=True,
     )
-    if arguments.json is not None:
-        figures = [
-            ("tokens a second, median step", median, "tok/s"),
-            ("tokens a second, drained", drained, "tok/s"),
-            ("peak VRAM", max(peaks) / 2**30, "GiB"),
-            ("VRAM by the bill", run.bill.device / 2**30, "GiB"),
-        ]
-        results = [
-            {"case": case, "metric": m, "value": round(value, 2), "unit": unit} for m, value, unit in figures
-        ]
-        write_record(arguments.json, "throughput", machine(gpu_names(run.devices)), results)
+    figures = [
+        ("tokens a second, median step", median, "tok/s"),
+        ("tokens a second, drained", drained, "tok/s"),
+        ("peak VRAM, allocated", max(peaks) / 2**30, "GiB"),
+        ("peak VRAM, reserved", reserved / 2**30, "GiB"),
+        ("VRAM by the bill", run.bill.device / 2**30, "GiB"),
+        ("RAM, resident", rss / 2**30, "GiB"),
+        ("RAM by the bill", run.bill.host / 2**30, "GiB"),
+    ]
+    if arguments.trace is not None:
+        name = f"{arguments.preset}_{run.update}_{len(peaks)}.json"
+        run.trace(1 + arguments.warm_up + arguments.steps, 3, arguments.trace / name)
+    return [{"case": case, "metric": m, "value": round(value, 2), "unit": unit} for m, value, unit in figures]
+
+
+def main() -> int:
+    arguments = parse()
+    started = time.perf_counter()
+    model = Model(arguments)
+    print(f"ready after {time.perf_counter() - started:.0f} s", flush=True)
+    results, names = [], []
+    for workers, update, link in product(arguments.workers, arguments.update, arguments.emulate_link):
+        run = Run(model, workers, update, link)
+        results += measure(run)
+        run.close()
+        names = names or gpu_names(run.devices)
+        if arguments.json is not None:
+            write_record(arguments.json, "throughput", machine(names), results)
+        del run
+        gc.collect()
+        torch.cuda.empty_cache()
     return 0
 
 

@@ -241,6 +241,12 @@ def test_all_errors_of_a_recipe_are_reported_together(recipe_file: Path) -> None
         (["checkpoint.keep_best=true", "train.eval_every=5"], ["checkpoint.keep_best", "data.eval"]),
         (["data.eval=[b]", "checkpoint.keep_best=true"], ["checkpoint.keep_best", "train.eval_every"]),
         (["train.lr_scheduler=wsd", "train.warmup_ratio=0.9"], ["train.warmup_ratio", "train.decay_ratio"]),
+        (["engine.host_gradients=bfloat16", "model.dtype=float32"], ["engine.host_gradients", "model.dtype"]),
+        (["engine.host_gradients=bfloat16", "model.dtype=float16"], ["engine.host_gradients", "model.dtype"]),
+        (
+            ["engine.host_gradients=bfloat16", "engine.num_microbatches=4"],
+            ["engine.host_gradients", "engine.num_microbatches", "train.gradient_accumulation_steps"],
+        ),
     ],
 )
 def test_a_contradiction_names_both_keys(recipe_file: Path, overrides: list[str], keys: list[str]) -> None:
@@ -265,6 +271,13 @@ def _plain(overrides: list[str]) -> dict:
 def test_the_place_of_a_contradiction_is_a_key_that_is_written(recipe_file: Path) -> None:
     more = "train:\n  gradient_accumulation_steps: 4\nengine:\n  num_microbatches: 3\n"
     assert errors(recipe_file, more=more).startswith("r.yaml:9: ")
+
+
+@pytest.mark.parametrize(
+    "more", ["engine.num_microbatches=8", "engine.plan=p.json", "engine.num_microbatches=null"]
+)
+def test_gradients_may_be_rounded_where_a_step_can_be_one_round(recipe_file: Path, more: str) -> None:
+    assert load(recipe_file, "engine.host_gradients=bfloat16", more).engine.host_gradients == "bfloat16"
 
 
 # ---- overrides

@@ -49,7 +49,7 @@ def train(
     from rpft.train.loop import Interrupted, Trainer, find_checkpoint
     from rpft.train.prepare import prepare
 
-    prepared = prepare(settings)
+    prepared = prepare(settings, typer.echo)
     if dry_run:
         for line in describe(prepared):
             typer.echo(line)
@@ -116,6 +116,7 @@ def describe(prepared: Prepared) -> list[str]:
         f"batch: {train.micro_batch_size} row(s) x {train.gradient_accumulation_steps} microbatches a step,"
         f" {data.order.num_steps} steps, longest row {data.longest} tokens"
     )
+    lines += _describe_kernels(prepared)
     lines.append(
         f"plan for {len(prepared.devices)} worker(s) on {prepared.devices[0].torch_device.type}:"
         f" forward {' '.join(map(str, plan.forward)) or '-'}; fused {plan.fused};"
@@ -129,6 +130,30 @@ def describe(prepared: Prepared) -> list[str]:
         detail = ", ".join(f"{part} {gib(num_bytes)}" for part, num_bytes in parts.items())
         lines.append(f"memory, {name}: {gib(size)} ({detail})")
     lines.append(f"disk, result and one checkpoint: {gib(bill.disk)}")
+    return lines
+
+
+def _describe_kernels(prepared: Prepared) -> list[str]:
+    """What runs the layers, and what they were measured to take."""
+    from rpft.plan.bill import gib
+
+    kernels, gradients = prepared.kernels, str(prepared.gradient_dtype).removeprefix("torch.")
+    line = f"kernels: {kernels.kind}"
+    if kernels.missing is not None:
+        line += f", slower than compiled ones ({kernels.missing})"
+    if kernels.graphs:
+        line += f"; rows padded to {', '.join(map(str, prepared.data.pad_lengths))} tokens"
+    lines = [f"{line}; gradients wait in {gradients}"]
+    if prepared.profiles is not None:
+        forward = 1e3 * sum(profile.forward_seconds for profile in prepared.profiles[:-1])
+        backward = 1e3 * sum(profile.backward_seconds for profile in prepared.profiles[:-1])
+        head = 1e3 * prepared.profiles[-1].backward_seconds
+        most = max(max(profile.forward_bytes, profile.backward_bytes) for profile in prepared.profiles)
+        lines.append(
+            f"measured, {prepared.recipe.train.micro_batch_size} x {prepared.data.longest} tokens on one worker:"
+            f" forward {forward:.1f} ms, recompute and backward {backward:.1f} ms, head {head:.1f} ms;"
+            f" a layer holds up to {gib(most)}"
+        )
     return lines
 
 

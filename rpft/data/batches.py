@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 from collections.abc import Sequence
@@ -126,13 +127,13 @@ def make_microbatches(
     groups: Sequence[tuple[int, ...]],
     micro_batch_size: int,
     pad_id: int,
-    pad_to_multiple: int = 1,
+    pad_lengths: Sequence[int],
 ) -> list[Microbatch]:
     """Lay out the items of one step, in their order, ``micro_batch_size`` to a microbatch.
 
-    Each group holds the indices of the rows that share one line of ``input_ids``. A line is as long as
-    the longest of its microbatch, rounded up to ``pad_to_multiple``; the last microbatch may hold fewer
-    lines. When any group is a pack, every microbatch of the step has position_ids.
+    Each group holds the indices of the rows that share one line of ``input_ids``. The lines of a microbatch
+    are padded to the smallest of ``pad_lengths`` (ascending) that holds the longest of them; the last microbatch
+    may hold fewer lines. When any group is a pack, every microbatch of the step has position_ids.
     """
     packed = any(len(group) > 1 for group in groups)
     return [
@@ -140,15 +141,15 @@ def make_microbatches(
             [[dataset.rows[index] for index in group] for group in groups[first : first + micro_batch_size]],
             packed,
             pad_id,
-            pad_to_multiple,
+            pad_lengths,
         )
         for first in range(0, len(groups), micro_batch_size)
     ]
 
 
-def _microbatch(lines: list[list[Row]], packed: bool, pad_id: int, pad_to_multiple: int) -> Microbatch:
+def _microbatch(lines: list[list[Row]], packed: bool, pad_id: int, pad_lengths: Sequence[int]) -> Microbatch:
     lengths = [sum(len(row.ids) for row in line) for line in lines]
-    width = math.ceil(max(lengths) / pad_to_multiple) * pad_to_multiple
+    width = pad_lengths[bisect.bisect_left(pad_lengths, max(lengths))]
     input_ids = np.full((len(lines), width), pad_id, dtype=np.int64)
     labels = np.full((len(lines), width), IGNORE_INDEX, dtype=np.int64)
     position_ids = np.zeros((len(lines), width), dtype=np.int64)

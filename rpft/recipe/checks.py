@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from rpft.recipe.schema import Checkpoint, Data, Engine, Train
+    from rpft.recipe.schema import Checkpoint, Data, Engine, Model, Train
 
 
 class Conflict(NamedTuple):
@@ -17,7 +17,11 @@ class Conflict(NamedTuple):
 
 
 def find_conflicts(
-    data: Data | None, train: Train | None, engine: Engine | None, checkpoint: Checkpoint | None
+    model: Model | None,
+    data: Data | None,
+    train: Train | None,
+    engine: Engine | None,
+    checkpoint: Checkpoint | None,
 ) -> Iterator[Conflict]:
     """Yield every contradiction between sections.
 
@@ -32,6 +36,12 @@ def find_conflicts(
         yield from _train_conflicts(train)
     if train and engine:
         yield from _round_conflicts(train, engine)
+    if model and engine and engine.host_gradients == "bfloat16" and model.dtype != "bfloat16":
+        yield Conflict(
+            ("engine.host_gradients", "model.dtype"),
+            f"engine.host_gradients is bfloat16 and model.dtype is {model.dtype}, whose gradients that would only"
+            " round; set engine.host_gradients to auto or float32",
+        )
     if data and not data.eval and data.eval_fraction == 0:
         advice = "set data.eval or data.eval_fraction, or remove it"
         if train and train.eval_every is not None:
@@ -68,11 +78,27 @@ def _train_conflicts(train: Train) -> Iterator[Conflict]:
 
 def _round_conflicts(train: Train, engine: Engine) -> Iterator[Conflict]:
     num_microbatches, steps = engine.num_microbatches, train.gradient_accumulation_steps
-    if num_microbatches is None or steps % num_microbatches == 0:
+    if num_microbatches is None:
+        return
+    if steps % num_microbatches == 0:
+        if engine.host_gradients == "bfloat16" and num_microbatches < steps and engine.plan is None:
+            yield Conflict(
+                ("engine.host_gradients", "engine.num_microbatches"),
+                several_rounds(f"engine.num_microbatches is {num_microbatches}", steps),
+            )
         return
     divisors = ", ".join(str(d) for d in range(1, min(steps, 1024) + 1) if steps % d == 0)
     yield Conflict(
         ("engine.num_microbatches", "train.gradient_accumulation_steps"),
         f"engine.num_microbatches is {num_microbatches} and does not divide "
         f"train.gradient_accumulation_steps, {steps}; possible values are {divisors}",
+    )
+
+
+def several_rounds(why: str, accumulation: int) -> str:
+    """The message for gradients that would be rounded between rounds; ``why`` a step has more than one."""
+    return (
+        f"engine.host_gradients is bfloat16, which needs a step of one round; {why} and"
+        f" train.gradient_accumulation_steps is {accumulation}. Set engine.num_microbatches to {accumulation}, or"
+        " engine.host_gradients to auto or float32"
     )

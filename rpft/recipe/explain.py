@@ -33,7 +33,7 @@ def explain_conflicts(root: Located) -> list[str]:
     """The contradictions between those sections that are right by themselves."""
     values = root.plain() if isinstance(root.value, dict) else {}
     sections: dict[str, Any] = {}
-    for name in ("data", "train", "engine", "checkpoint"):
+    for name in ("model", "data", "train", "engine", "checkpoint"):
         model = section_at((name,))
         assert model is not None
         try:

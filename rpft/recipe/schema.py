@@ -254,6 +254,22 @@ class Engine(Section):
         "needs device memory for a stage's activations. layer: less device memory, and a boundary kept for "
         "every layer. auto: the planner's choice.",
     )
+    kernels: Literal["auto", "eager", "trace", "compile"] = Field(
+        default="auto",
+        description="How layers run. eager: as torch runs the model's own code. trace: as graphs of its "
+        "operations, without those that no gradient needs. compile: the same graphs compiled by Inductor, "
+        "the fastest on GPUs; there it needs Triton and a C compiler. Each new shape of microbatch takes some "
+        "seconds with either, so rows are padded to at most 8 lengths. Results differ by rounding. auto: eager "
+        "on the CPU; on GPUs compile, or trace where something for that is missing.",
+    )
+    host_gradients: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto",
+        description="Precision in which summed gradients wait in host RAM for the optimizer; over the "
+        "microbatches of a round they are summed in float32 whatever is set. bfloat16: 2 bytes a trained "
+        "parameter less and half the traffic; for a bfloat16 model whose step is one round (num_microbatches = "
+        "gradient_accumulation_steps). float32: nothing is rounded, so a step's rounds change no result. auto: "
+        "bfloat16 where it is possible.",
+    )
     vram_limit: Annotated[
         int | None,
         BeforeValidator(bytes_or_null),
@@ -291,6 +307,12 @@ class Engine(Section):
         ge=0,
         description="Seed of random delays put into every stream and thread, to test that timing changes no "
         "result. Slow. null: none.",
+    )
+    emulate_link_gbps: float | None = Field(
+        default=None,
+        gt=0,
+        description="For benchmarks only: slows each direction of every GPU's link down to this many gigabytes "
+        "(10^9 bytes) a second, as of a card with less PCIe. null: the real link.",
     )
 
 
@@ -346,7 +368,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _no_conflicts(self) -> Recipe:
-        conflicts = list(find_conflicts(self.data, self.train, self.engine, self.checkpoint))
+        conflicts = list(find_conflicts(self.model, self.data, self.train, self.engine, self.checkpoint))
         if conflicts:
             raise PydanticCustomError("conflicts", "{text}", {"text": "; ".join(c.message for c in conflicts)})
         return self

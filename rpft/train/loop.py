@@ -34,6 +34,7 @@ from rpft.optim.adamw import AdamW
 from rpft.optim.host_optimizer import HostOptimizer
 from rpft.optim.schedule import Schedule
 from rpft.train.checkpoint import CheckpointFolder, TrainState, read_state, refuse_another_run, restore
+from rpft.train.kernels import optimizer_kernels
 from rpft.train.metrics import EvalRecord, MetricsFile, StepRecord
 from rpft.train.prepare import Prepared
 from rpft.train.reporter import Reporter
@@ -70,13 +71,17 @@ def to_host_batch(batch: Microbatch) -> HostBatch:
 
 
 def run_identity(prepared: Prepared) -> dict[str, Any]:
-    """What decides the numbers of a run; workers, plan and logging do not."""
+    """What decides the numbers of a run; workers, plan and logging do not.
+
+    Device and kernels decide roundings only, and a run may go on with others.
+    """
     recipe, order = prepared.recipe, prepared.data.order
     return {
         "model": recipe.model.model_dump(mode="json"),
         "adapter": recipe.adapter.model_dump(mode="json") if recipe.adapter else None,
         "train": recipe.train.model_dump(mode="json", exclude={"eval_every", "resume_from_checkpoint"}),
         "optimizer": recipe.optimizer.model_dump(mode="json"),
+        "engine": {"host_gradients": str(prepared.gradient_dtype).removeprefix("torch.")},
         "data": {
             "items": len(prepared.data.items),
             "tokens": prepared.data.train.tokens,
@@ -103,6 +108,7 @@ class Trainer:
         self._failure = Failure()
         self._stop_asked = threading.Event()
         self._in_flight: _InFlight | None = None
+        self._settled = False
         self._best_step: int | None = None
         self._best_loss: float | None = None
         self._eval_batches = (
@@ -115,7 +121,10 @@ class Trainer:
             self._state = read_state(resume_from)
             self._best_step, self._best_loss = self._state.best_step, self._state.best_eval_loss
         self._store = HostStore(
-            self._prepared.layouts, self._prepared.devices[0].allocate_host, separate_masters=self._delayed
+            self._prepared.layouts,
+            self._prepared.devices[0].allocate_host,
+            separate_masters=self._delayed,
+            gradient_dtype=self._prepared.gradient_dtype,
         )
         load_checkpoint(self._prepared.checkpoint, self._prepared.skeleton, self._store, self._reporter.loading)
         seed = self._recipe.train.seed
@@ -125,6 +134,8 @@ class Trainer:
         if resume_from is not None:
             restore(resume_from, self._store)
             self._metrics.keep_until(self._state.step)
+        for device in self._prepared.devices:
+            device.reset_peak()  # what measuring took is not the run's
         delays = Delays(self._recipe.engine.inject_delays)
         self._optimizer = self._make_optimizer(delays)
         self._engine = Engine(
@@ -132,7 +143,7 @@ class Trainer:
             self._store,
             self._prepared.plan,
             self._prepared.devices,
-            dtype=self._prepared.dtype,
+            functions=self._prepared.functions,
             max_tokens=self._recipe.train.micro_batch_size * self._data.longest,
             seed=seed,
             update_lag=1 if self._delayed else 0,
@@ -170,6 +181,13 @@ class Trainer:
             delays,
             updates_applied=self._state.updates_applied,
             skipped_steps=self._state.skipped_steps,
+            kernels=optimizer_kernels(
+                self._prepared.kernels.kind,
+                self._store,
+                self._delayed,
+                self._recipe.engine.cpu_threads,
+                self._reporter.say,
+            ),
         )
 
     # -- the loop ------------------------------------------------------------------------------------------
@@ -220,6 +238,9 @@ class Trainer:
             return
         flight, self._in_flight = self._in_flight, None
         result = self._optimizer.wait(flight.step)
+        if not self._settled:
+            self._settled = True
+            self._engine.settle()
         now = time.monotonic()
         seconds, self._mark = now - self._mark, now
         record = StepRecord(

@@ -11,13 +11,20 @@ import numpy as np
 
 from rpft.data.batches import BatchOrder, Microbatch, make_microbatches, pack_rows
 from rpft.data.dataset import Dataset, DataSettings, load_dataset
+from rpft.data.padding import choose_pad_lengths
 from rpft.data.sources import Source
 from rpft.errors import UserError
 from rpft.model.layout import align
 from rpft.recipe.schema import Recipe
 
 PAD_TO_MULTIPLE = 8
-"""Sequences are padded to a multiple of this: few distinct shapes, which kernels and caches like."""
+"""Lines are padded to a multiple of this: few distinct shapes, which kernels and caches like."""
+
+_FEW_LENGTHS = 8
+"""Lengths to which lines are padded where layers run as graphs: each is compiled for, 5 to 20 seconds."""
+
+_FEW_LENGTHS_MULTIPLE = 64
+"""What these are multiples of, as the tiles of kernels are, unless all lines are shorter."""
 
 
 @dataclass
@@ -32,24 +39,32 @@ class RunData:
     order: BatchOrder
     micro_batch_size: int
     pad_id: int
-    longest: int
-    """Tokens of the longest line of a microbatch, padding included."""
+    pad_lengths: Sequence[int]
+    """Lengths to which lines are padded, ascending."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest line of a microbatch, padding included."""
+        return self.pad_lengths[-1]
 
     def step(self, step: int) -> list[Microbatch]:
         """The microbatches of ``step``, counted from 1."""
         groups = [self.items[index] for index in self.order.items(step - 1)]
-        return make_microbatches(self.train, groups, self.micro_batch_size, self.pad_id, PAD_TO_MULTIPLE)
+        return make_microbatches(self.train, groups, self.micro_batch_size, self.pad_id, self.pad_lengths)
 
     def evaluation(self) -> list[Microbatch]:
         """All evaluation rows, shortest first, so that little is padded."""
         data = self.eval
         assert data is not None
         groups = [(i,) for i in sorted(range(len(data.rows)), key=lambda i: len(data.rows[i].ids))]
-        return make_microbatches(data, groups, self.micro_batch_size, self.pad_id, PAD_TO_MULTIPLE)
+        return make_microbatches(data, groups, self.micro_batch_size, self.pad_id, self.pad_lengths)
 
 
-def load_data(recipe: Recipe, folder: Path) -> RunData:
-    """Tokenises the recipe's rows with the tokenizer in ``folder``."""
+def load_data(recipe: Recipe, folder: Path, few_shapes: bool, positions: int | None) -> RunData:
+    """Tokenises the recipe's rows with the tokenizer in ``folder``.
+
+    ``few_shapes``: whether lines are padded to few lengths. ``positions``: those that the model has, if limited.
+    """
     from transformers import AutoTokenizer
 
     try:
@@ -87,8 +102,18 @@ def load_data(recipe: Recipe, folder: Path) -> RunData:
     pad_id = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
     lines = [sum(len(train.rows[i].ids) for i in group) for group in items]
     lines += [len(row.ids) for row in held_out.rows] if held_out else []
-    longest = align(max(lines), PAD_TO_MULTIPLE)
-    return RunData(tokenizer, train, held_out, items, order, settings_train.micro_batch_size, pad_id, longest)
+    lengths = _pad_lengths(lines, few_shapes, positions)
+    return RunData(tokenizer, train, held_out, items, order, settings_train.micro_batch_size, pad_id, lengths)
+
+
+def _pad_lengths(lines: Sequence[int], few_shapes: bool, positions: int | None) -> Sequence[int]:
+    """To which lengths lines with so many tokens are padded."""
+    longest = max(lines)
+    if not few_shapes:
+        return range(PAD_TO_MULTIPLE, align(longest, PAD_TO_MULTIPLE) + 1, PAD_TO_MULTIPLE)
+    coarse = align(longest, _FEW_LENGTHS_MULTIPLE)
+    fits = longest >= _FEW_LENGTHS_MULTIPLE and (positions is None or coarse <= positions)
+    return choose_pad_lengths(lines, _FEW_LENGTHS_MULTIPLE if fits else PAD_TO_MULTIPLE, _FEW_LENGTHS)
 
 
 def _hold_out(data: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset]:

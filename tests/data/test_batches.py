@@ -24,6 +24,11 @@ def order(num_items, items_per_step, num_epochs=1, max_steps=None, seed=0):
     return BatchOrder(num_items, items_per_step, seed, num_epochs, max_steps)
 
 
+def microbatches(data, groups, micro_batch_size, pad_id=0, multiple=1):
+    """Lines as long as they are, or padded to a multiple."""
+    return make_microbatches(data, groups, micro_batch_size, pad_id, range(multiple, 999, multiple))
+
+
 def steps(batches):
     return [batches.items(step) for step in range(batches.num_steps)]
 
@@ -117,7 +122,7 @@ def test_no_rows_give_no_packs():
 
 
 def test_labels_are_shifted_inside_the_row():
-    batch = make_microbatches(dataset(row(5, 6, 7, 8, trained=[False, False, True, True])), [(0,)], 1, 0)[0]
+    batch = microbatches(dataset(row(5, 6, 7, 8, trained=[False, False, True, True])), [(0,)], 1, 0)[0]
     assert batch.input_ids.tolist() == [[5, 6, 7, 8]]
     assert batch.labels.tolist() == [[-100, 7, 8, -100]]
     assert batch.position_ids is None
@@ -128,7 +133,7 @@ def test_labels_are_shifted_inside_the_row():
 
 def test_rows_keep_their_end_label_when_the_pad_id_is_the_end_id():
     end = 9
-    batch = make_microbatches(dataset(row(1, 2, end), row(1, 2, 3, 4, end)), [(0,), (1,)], 2, pad_id=end)[0]
+    batch = microbatches(dataset(row(1, 2, end), row(1, 2, 3, 4, end)), [(0,), (1,)], 2, pad_id=end)[0]
     assert batch.labels.tolist() == [[2, end, -100, -100, -100], [2, 3, 4, end, -100]]
     assert batch.input_ids.tolist() == [[1, 2, end, end, end], [1, 2, 3, 4, end]]
     assert (batch.trained_tokens, batch.tokens) == (6, 8)
@@ -136,22 +141,21 @@ def test_rows_keep_their_end_label_when_the_pad_id_is_the_end_id():
 
 def test_microbatches_keep_the_order_and_the_last_may_be_smaller():
     data = dataset(*(row(*range(i, i + 2 + i)) for i in range(5)))
-    batches = make_microbatches(data, [(4,), (0,), (3,), (1,), (2,)], 2, pad_id=0)
+    batches = microbatches(data, [(4,), (0,), (3,), (1,), (2,)], 2, pad_id=0)
     assert [batch.input_ids[:, 0].tolist() for batch in batches] == [[4, 0], [3, 1], [2]]
     assert [tuple(batch.input_ids.shape) for batch in batches] == [(2, 6), (2, 5), (1, 4)]
 
 
-def test_lengths_are_rounded_up_to_the_multiple():
-    data = dataset(row(1, 2, 3), row(1, 2, 3, 4))
-    assert make_microbatches(data, [(0,), (1,)], 2, 0, pad_to_multiple=4)[0].input_ids.shape == (2, 4)
-    padded = make_microbatches(data, [(0,)], 1, 0, pad_to_multiple=8)[0]
-    assert padded.input_ids.shape == (1, 8)
-    assert (padded.trained_tokens, padded.tokens) == (2, 3)
+def test_lines_are_padded_to_the_smallest_length_that_holds_the_longest_of_them():
+    data = dataset(row(1, 2, 3), row(1, 2, 3, 4), row(1, 2, 3, 4, 5))
+    batches = make_microbatches(data, [(0,), (1,), (2,), (0,), (0,)], 2, 0, pad_lengths=[2, 4, 7])
+    assert [tuple(batch.input_ids.shape) for batch in batches] == [(2, 4), (2, 7), (1, 4)]
+    assert (batches[2].trained_tokens, batches[2].tokens) == (2, 3)
 
 
 def test_positions_restart_in_packs_and_no_label_crosses():
     data = dataset(row(1, 2, 3), row(4, 5), row(6))
-    packed = make_microbatches(data, [(0, 1), (2,)], 2, pad_id=0, pad_to_multiple=4)[0]
+    packed = microbatches(data, [(0, 1), (2,)], 2, pad_id=0, multiple=4)[0]
     assert packed.input_ids.tolist() == [[1, 2, 3, 4, 5, 0, 0, 0], [6, 0, 0, 0, 0, 0, 0, 0]]
     assert packed.labels.tolist() == [[2, 3, -100, 5, -100, -100, -100, -100], [-100] * 8]
     assert packed.position_ids is not None
@@ -161,7 +165,7 @@ def test_positions_restart_in_packs_and_no_label_crosses():
 
 def test_all_microbatches_of_a_step_have_positions_when_any_line_is_a_pack():
     data = dataset(row(1, 2), row(3), row(4))
-    batches = make_microbatches(data, [(0,), (1, 2)], 1, 0)
+    batches = microbatches(data, [(0,), (1, 2)], 1, 0)
     assert all(batch.position_ids is not None for batch in batches)
 
 
@@ -174,7 +178,7 @@ def test_trained_ids_are_the_same_packed_and_unpacked():
     data = dataset(*rows)
 
     def trained_ids(groups):
-        batches = make_microbatches(data, groups, 3, pad_id=0)
+        batches = microbatches(data, groups, 3, pad_id=0)
         labels = [batch.labels[batch.labels != IGNORE_INDEX].tolist() for batch in batches]
         assert [len(ids) for ids in labels] == [batch.trained_tokens for batch in batches]
         return list(itertools.chain(*labels))
@@ -192,8 +196,8 @@ def test_logits_of_a_packed_row_are_its_logits_alone():
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).eval()
-    batch = make_microbatches(dataset(row(1, 2, 3), row(4, 5)), [(0, 1)], 1, pad_id=0, pad_to_multiple=8)[0]
-    alone = make_microbatches(dataset(row(4, 5)), [(0,)], 1, pad_id=0, pad_to_multiple=8)[0]
+    batch = microbatches(dataset(row(1, 2, 3), row(4, 5)), [(0, 1)], 1, pad_id=0, multiple=8)[0]
+    alone = microbatches(dataset(row(4, 5)), [(0,)], 1, pad_id=0, multiple=8)[0]
     with torch.no_grad():
         packed = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits[0, 3:5]
         single = model(input_ids=alone.input_ids, use_cache=False).logits[0, :2]

@@ -70,10 +70,10 @@ def test_an_exception_in_the_optimizer_names_the_step(runs, armed, monkeypatch):
     made, unbroken = runs
     update = AdamW.update
 
-    def failing(self, *arguments):
+    def failing(self, *arguments, **named):
         if armed.is_set():
             raise ArithmeticError("no update")
-        update(self, *arguments)
+        update(self, *arguments, **named)
 
     with monkeypatch.context() as patch:
         patch.setattr(AdamW, "update", failing)

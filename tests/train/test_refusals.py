@@ -43,6 +43,11 @@ REFUSED = {
         ["engine.ram_limit=1GiB"],
         ["RAM", "1.0 GiB", "weights, gradients, optimizer state", "process"],
     ),
+    "an emulated link of the CPU pool": (["engine.emulate_link_gbps=12"], ["engine.emulate_link_gbps", "cpu"]),
+    "gradients rounded in two rounds": (
+        ["model.dtype=bfloat16", "engine.host_gradients=bfloat16", "train.gradient_accumulation_steps=32"],
+        ["engine.host_gradients", "planner chose 16", "engine.num_microbatches to 32"],
+    ),
     "M does not divide": (["engine.num_microbatches=3"], ["engine.num_microbatches", "divide"]),
     "missing chat template": (["data.chat_template=nowhere.jinja"], ["data.chat_template", "nowhere.jinja"]),
 }
@@ -58,6 +63,25 @@ def test_bad_input_is_refused_in_one_line(name, dry, llama):
 def test_cuda_is_refused_on_a_machine_without(llama, monkeypatch):
     monkeypatch.setattr("rpft.engine.device.cuda_available", lambda: False)
     check_refused(llama, ["engine.device", "no CUDA device"], "engine.device=cuda")
+
+
+def test_an_emulated_link_is_refused_where_no_gpu_is_found(llama, monkeypatch):
+    monkeypatch.setattr("rpft.engine.device.cuda_available", lambda: False)
+    words = ("engine.device=auto", "engine.emulate_link_gbps=12.5")
+    check_refused(llama, ["engine.emulate_link_gbps", "no GPU is found"], *words)
+
+
+def test_rounded_gradients_are_refused_with_a_plan_of_several_rounds(llama):
+    path = write_plan(llama.folder / "rounds.json", [[0, 2]], [[3, 5], [0, 2]], 3)
+    words = (f"engine.plan={path}", "model.dtype=bfloat16", "engine.host_gradients=bfloat16")
+    check_refused(llama, ["engine.host_gradients", "rounds.json is 3"], *words)
+
+
+def test_compiled_kernels_are_refused_where_there_is_no_compiler(llama, monkeypatch):
+    monkeypatch.setenv("PATH", str(llama.folder))
+    monkeypatch.delenv("CXX", raising=False)
+    said = ["engine.kernels is compile", "no C++ compiler", "engine.kernels to trace"]
+    check_refused(llama, said, "engine.kernels=compile")
 
 
 def test_a_plan_of_another_model_is_refused_with_its_file(llama):
@@ -126,8 +150,8 @@ def test_a_model_whose_ends_the_layers_do_not_reproduce_is_refused_before_traini
     made = fresh("llama", rows=chats(4))
     from rpft.model.functions import LayerFunctions
 
-    logits = LayerFunctions._logits
-    monkeypatch.setattr(LayerFunctions, "_logits", lambda *args: torch.tanh(logits(*args)))
+    logits = LayerFunctions.head_logits
+    monkeypatch.setattr(LayerFunctions, "head_logits", lambda *args: torch.tanh(logits(*args)))
     ran = made.train("refused")
     assert ran.code == 2
     assert "LlamaForCausalLM is not supported" in ran.err

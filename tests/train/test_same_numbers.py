@@ -11,13 +11,14 @@ SECTIONS = {
     "engine": {"num_microbatches": 12, "recompute": "stage"},
 }
 LORA = {"adapter": {"r": 4, "dropout": 0.3}}
+UNROUNDED = {**SECTIONS["engine"], "host_gradients": "float32"}  # else the rounds of a step would matter
 PROJECTS = {
     "qwen3, tied": ("qwen3", SECTIONS),
     "llama, untied": ("llama", SECTIONS),
     "llama, LoRA with dropout": ("llama", {**SECTIONS, **LORA}),
     "mixtral, LoRA on experts too": ("mixtral", {**SECTIONS, "adapter": {"r": 4}}),
     "gpt2 with dropout, delayed": ("gpt2", {**SECTIONS, "optimizer": {"update": "delayed"}}),
-    "qwen3, tied, bfloat16": ("qwen3", {**SECTIONS, "model": {"dtype": "bfloat16"}}),
+    "qwen3, tied, bfloat16": ("qwen3", {**SECTIONS, "model": {"dtype": "bfloat16"}, "engine": UNROUNDED}),
 }
 
 

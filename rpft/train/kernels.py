@@ -1,0 +1,98 @@
+"""What runs layers and optimizer, and how precise gradients wait: as the recipe says, or as the machine can."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+from rpft.errors import UserError
+from rpft.model.graphs import KernelKind
+from rpft.model.host_store import HostStore
+from rpft.optim.host_optimizer import update_cases
+from rpft.optim.one_pass import FusedPass, OnePass, prepare
+from rpft.recipe.checks import several_rounds
+
+
+class KernelChoice(NamedTuple):
+    """The kernels of a run."""
+
+    kind: KernelKind
+    missing: str | None = None
+    """What the machine lacks for compiled ones, where these would have been chosen, and the way out."""
+
+    @property
+    def graphs(self) -> bool:
+        """Whether layers run as graphs, which are made anew for every shape of a microbatch."""
+        return self.kind != "eager"
+
+
+def choose_kernels(setting: Literal["auto", "eager", "trace", "compile"], device_type: str) -> KernelChoice:
+    """What ``engine.kernels`` means on a device of ``device_type``; UserError where it cannot be had."""
+    if setting == "eager" or setting == "trace":
+        return KernelChoice(setting)
+    if setting == "auto" and device_type == "cpu":
+        return KernelChoice("eager")
+    missing = _missing_for_compilation(device_type)
+    if missing is None:
+        return KernelChoice("compile")
+    if setting == "compile":
+        raise UserError(f"engine.kernels is compile, and {missing}; or set engine.kernels to trace or eager")
+    return KernelChoice("trace", missing)
+
+
+def _missing_for_compilation(device_type: str) -> str | None:
+    if device_type == "cpu":
+        compilers, variable, language = ["g++", "clang++"], "CXX", "C++"
+    else:
+        compilers, variable, language = ["gcc", "clang"], "CC", "C"
+        if importlib.util.find_spec("triton") is None:
+            return "Triton is not installed: pip install triton, in the version that this torch asks for"
+    own = os.environ.get(variable)
+    if not any(shutil.which(name) for name in ([own] if own else compilers)):
+        looked = f"${variable}, {own}, is not one" if own else f"install {compilers[0]} or set ${variable}"
+        return f"no {language} compiler is found: {looked}"
+    if not (_include_folder() / "Python.h").is_file():
+        return "Python's headers are missing: install those of this Python (python3-dev or python3-devel)"
+    return None
+
+
+def _include_folder() -> Path:
+    scheme = sysconfig.get_default_scheme()
+    # Debian's own scheme names a folder where the headers of its Python are not.
+    return Path(sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme))
+
+
+def optimizer_kernels(
+    kind: KernelKind, store: HostStore, delayed: bool, num_threads: int | None, say: Callable[[str], None]
+) -> OnePass:
+    """What updates the layers of ``store``: compiled where the layers are. ``num_threads`` None: measured."""
+    if kind != "compile":
+        return FusedPass()
+    say("compiling the optimizer's update; the first time on a machine it takes half a minute")
+    return prepare(update_cases(store, delayed), num_threads=num_threads)
+
+
+def choose_gradient_dtype(
+    setting: Literal["auto", "float32", "bfloat16"],
+    dtype: torch.dtype,
+    num_microbatches: int,
+    accumulation: int,
+    rounds_come_from: str,
+) -> torch.dtype:
+    """What ``engine.host_gradients`` means for a model of ``dtype`` and rounds of ``num_microbatches``.
+
+    Rounding is possible where it happens once, after the sum over all of a step. UserError for bfloat16 where
+    it is not; ``rounds_come_from`` begins its reason.
+    """
+    one_round = num_microbatches >= accumulation
+    if setting == "bfloat16" and not one_round:
+        raise UserError(several_rounds(f"{rounds_come_from} {num_microbatches}", accumulation))
+    possible = dtype == torch.bfloat16 and one_round
+    return torch.bfloat16 if possible and setting != "float32" else torch.float32
