@@ -32,9 +32,10 @@ class Ring:
 
 @dataclass
 class Boundary:
-    """A hidden state, or its gradient, on its way through host memory from one slot to others.
+    """A hidden state, its gradient, or what a block keeps, on its way through host memory from slot to slot.
 
-    ``hidden`` is a host view [rows, sequence, hidden]; ``writable_after`` are the last readers of its memory.
+    ``hidden`` is a host view [rows, sequence, hidden], or [1, 1, bytes] of what is kept; ``writable_after`` are
+    the last readers of its memory.
     """
 
     hidden: torch.Tensor
@@ -71,6 +72,10 @@ class BoundaryPool:
         count = shape[0] * shape[1] * shape[2]
         flat = memory[: count * self._dtype.itemsize].view(self._dtype)
         return Boundary(flat.view(shape), memory, guards, num_readers)
+
+    def acquire_bytes(self, num_readers: int) -> Boundary:
+        """As ``acquire``, of a whole buffer of bytes."""
+        return self.acquire((1, 1, self._num_bytes // self._dtype.itemsize), num_readers)
 
     def read(self, boundary: Boundary) -> Reading:
         """The next reading of ``boundary``; with the last one its memory goes back to the pool."""

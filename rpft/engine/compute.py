@@ -24,6 +24,8 @@ class ForwardState:
     hidden: torch.Tensor | None
     outputs: deque[torch.Tensor] = field(default_factory=deque)
     """Hidden states that are to go down, oldest first."""
+    kept: deque[list[tuple[int, torch.Tensor]]] = field(default_factory=deque)
+    """What blocks keep for their backward, that is to go down: (byte offset, bytes), oldest first."""
 
 
 @dataclass
@@ -56,11 +58,13 @@ class SlotRun:
         functions: LayerFunctions,
         layouts: list[LayerLayout],
         first_trained: int,
+        keep_bytes_per_token: int,
         device_batch: Callable[[HostBatch], DeviceBatch],
     ) -> None:
-        """``buffer``: the device's weight buffer, uint8. ``first_trained``: see ``Worker``."""
+        """``buffer``: the device's weight buffer, uint8. For the rest see ``Worker``."""
         self._slot, self._buffer, self._functions, self._layouts = slot, buffer, functions, layouts
         self._first_trained, self._device_batch = first_trained, device_batch
+        self._keep_bytes_per_token = keep_bytes_per_token
         self._starts = region_starts(layouts, slot.stage)
         self._weights: dict[int, Weights] = {}
         self._sums: dict[int, Weights] = {}
@@ -90,10 +94,30 @@ class SlotRun:
 
     def forward(self, task: Task, layers: range, state: ForwardState) -> None:
         """Runs ``layers`` of a forward stage on the hidden state of ``state``; their output is next to go down."""
-        output = self._run_layers(layers, state.hidden, task)
+        keeps = layers.start in task.kept_outputs
+        output = (
+            self._run_keeping(layers.start, state, task) if keeps else self._run_layers(layers, state.hidden, task)
+        )
         assert output is not None
         state.hidden = output
         state.outputs.append(output)
+
+    def _run_keeping(self, layer: int, state: ForwardState, task: Task) -> torch.Tensor:
+        assert state.hidden is not None
+        output, kept = self._functions.forward_keeping(
+            layer,
+            state.hidden,
+            self._weights[layer],
+            self._device_batch(task.batch),
+            task.key,
+            layer > self._first_trained,
+            self._budget_bytes(task),
+        )
+        state.kept.append(kept)
+        return output
+
+    def _budget_bytes(self, task: Task) -> int:
+        return self._keep_bytes_per_token * task.batch.input_ids.numel()
 
     def loss(self, task: Task, hidden: torch.Tensor | None) -> None:
         """Runs the fused stage without gradients."""
@@ -134,6 +158,22 @@ class SlotRun:
             # Detached: from layer to layer the gradient is handed on by this class, not by autograd.
             hidden = None if output is None else output.detach()
         chain.output = hidden
+
+    def resume(
+        self, task: Task, layer: int, hidden: torch.Tensor, buffer: torch.Tensor, chain: GradientChain
+    ) -> None:
+        """As ``recompute`` of one block, from what its forward kept, which is in ``buffer``."""
+        kept = self._functions.resume(
+            layer,
+            hidden,
+            self._weights[layer],
+            self._device_batch(task.batch),
+            task.key,
+            layer > self._first_trained,
+            self._budget_bytes(task),
+            buffer,
+        )
+        chain.kept.append((layer, kept))
 
     def backward(self, task: Task, chain: GradientChain) -> None:
         """Takes the gradient for the segment's output from ``chain``, sums weight gradients, leaves the next."""

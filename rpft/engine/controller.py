@@ -92,13 +92,17 @@ class Controller:
         store: HostStore,
         workers: Sequence[Worker],
         boundaries: BoundaryPool,
+        kept: BoundaryPool,
         hidden_size: int,
         seed: int | None,
         update_lag: int,
         send_update: Callable[[Update], None],
     ) -> None:
-        """``seed`` places dropout, None where the model has none. ``update_lag``: 0 sync, 1 delayed updates."""
-        self._plan, self._store, self._workers, self._boundaries = plan, store, workers, boundaries
+        """``boundaries``, ``kept``: memory for hidden states, and for what blocks keep. ``seed`` places dropout,
+        None where the model has none. ``update_lag``: 0 sync, 1 delayed updates.
+        """
+        self._plan, self._store, self._workers = plan, store, workers
+        self._boundaries, self._kept = boundaries, kept
         self._hidden_size, self._seed, self._update_lag, self._send_update = (
             hidden_size,
             seed,
@@ -146,7 +150,7 @@ class Controller:
         size = self._plan.num_microbatches
         for start in range(0, len(microbatches), size):
             batches = [(batch, None) for batch in microbatches[start : start + size]]
-            inputs = self._forward_slots(batches, lambda layer: 0)
+            inputs = self._forward_slots(batches, lambda layer: 0, None)
             self._loss_slot(batches, inputs, losses)
         return losses
 
@@ -171,7 +175,8 @@ class Controller:
         """F0 .. F(p-1), the fused stage, B1 .. B(q-1)."""
         segments = {stage: self._segments(stage) for stage in self._plan.backward}
         kept = [s.first for stage in self._plan.backward[1:] for s in segments[stage] if s.first > 0]
-        inputs = self._forward_slots(batches, kept.count)
+        keeping: dict[int, list[Boundary]] = {}
+        inputs = self._forward_slots(batches, kept.count, keeping)
         gradients: list[Boundary] | None = None
         for stage in self._plan.backward:
             if stage.last < self.first_trained:
@@ -184,6 +189,8 @@ class Controller:
                 for segment in segments[stage]:
                     if segment.first > 0:
                         task.inputs[segment.first] = self._boundaries.read(inputs[segment.first][m])
+                    if segment.first in keeping:
+                        task.kept_inputs[segment.first] = self._kept.read(keeping[segment.first][m])
                 if gradients is not None:
                     task.grad_input = self._boundaries.read(gradients[m])
                 if passes_on:
@@ -206,11 +213,15 @@ class Controller:
         return tuple(s for s in self._plan.segments(stage) if s.last >= self.first_trained)
 
     def _forward_slots(
-        self, batches: Sequence[KeyedBatch], later_readers: Callable[[int], int]
+        self,
+        batches: Sequence[KeyedBatch],
+        later_readers: Callable[[int], int],
+        keeping: dict[int, list[Boundary]] | None,
     ) -> dict[int, list[Boundary]]:
         """Queues the forward stages; gives for each layer whose input was kept a boundary a microbatch.
 
-        ``later_readers`` says how many backward segments will read a layer's input.
+        ``later_readers`` says how many backward segments will read a layer's input. ``keeping`` is filled with
+        what blocks keep for their backward; None where there is none.
         """
         kept: dict[int, list[Boundary]] = {}
         starts = {stage.first for stage in self._plan.forward} | {self._plan.fused.first}
@@ -225,6 +236,11 @@ class Controller:
                         boundary = self._boundaries.acquire(self._shape(task.batch), readers)
                         task.outputs[layer] = boundary
                         kept.setdefault(layer, []).append(boundary)
+                if keeping is None or not self._plan.keep_bytes_per_token:
+                    continue
+                for layer in range(max(stage.first, self.first_trained, 1), stage.last + 1):
+                    task.kept_outputs[layer] = self._kept.acquire_bytes(1)
+                    keeping.setdefault(layer, []).append(task.kept_outputs[layer])
             self._dispatch(SlotKind.FORWARD, stage, (), tasks, [], None)
         return kept
 

@@ -6,6 +6,8 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 
+import torch
+
 from rpft.engine.buffers import BoundaryPool
 from rpft.engine.controller import Controller, Losses, Ticket, Update
 from rpft.engine.device import Device
@@ -52,7 +54,7 @@ class Engine:
         hidden_size = skeleton.model.config.get_text_config().hidden_size
         dtype = functions[0].dtype
         boundary_bytes = max_tokens * hidden_size * dtype.itemsize
-        sizes = worker_sizes(layouts, plan, boundary_bytes, store.gradient_dtype)
+        sizes = worker_sizes(layouts, plan, boundary_bytes, store.gradient_dtype, max_tokens)
         first_trained = next(layout.layer for layout in layouts if layout.grad_elements)
         self._workers = [
             Worker(
@@ -61,17 +63,20 @@ class Engine:
                 layouts,
                 first_trained,
                 sizes,
+                plan.keep_bytes_per_token,
                 failure,
                 delays,
             )
             for device, own in zip(devices, functions, strict=True)
         ]
         self._boundaries = BoundaryPool(devices[0].allocate_host, boundary_bytes, dtype)
+        kept = BoundaryPool(devices[0].allocate_host, sizes.kept_bytes, torch.uint8)
         self._controller = Controller(
             plan,
             store,
             self._workers,
             self._boundaries,
+            kept,
             hidden_size,
             seed if has_dropout(skeleton.model) else None,
             update_lag,

@@ -68,6 +68,10 @@ class Task:
     """Layer to its input; for a backward slot one a recomputed segment."""
     outputs: dict[int, Boundary] = field(default_factory=dict)
     """Forward: layer to the boundary that becomes the input of that layer."""
+    kept_outputs: dict[int, Boundary] = field(default_factory=dict)
+    """Forward: block to the boundary for what it keeps for its backward."""
+    kept_inputs: dict[int, Reading] = field(default_factory=dict)
+    """Backward: block to what its forward kept."""
     grad_input: Reading | None = None
     """Backward: the gradient of the stage's output."""
     grad_output: Boundary | None = None

@@ -40,12 +40,17 @@ class Worker:
         layouts: list[LayerLayout],
         first_trained: int,
         sizes: WorkerSizes,
+        keep_bytes_per_token: int,
         failure: Failure,
         delays: Delays,
     ) -> None:
-        """``first_trained``: the lowest layer with trained parameters; no gradient goes below it."""
+        """``first_trained``: the lowest layer with trained parameters; no gradient goes below it.
+
+        ``keep_bytes_per_token``: see ``Plan``.
+        """
         self.device = device
         self._functions, self._layouts, self._first_trained = functions, layouts, first_trained
+        self._keep_bytes_per_token = keep_bytes_per_token
         self._compute = device.stream("compute", failure, delays)
         self._weights_up = device.stream("weights up", failure, delays)
         self._activations_up = device.stream("activations up", failure, delays)
@@ -66,6 +71,7 @@ class Worker:
             self._rounded_ring = Ring([device.allocate(sizes.gradient_dtype.itemsize * sizes.gradient_elements)])
         self._input_ring = ring(sizes.boundary_bytes)
         self._grad_input_ring = ring(sizes.boundary_bytes)
+        self._kept_ring = ring(sizes.kept_bytes)
         self._batches: dict[HostBatch, DeviceBatch] = {}
 
     @property
@@ -82,7 +88,15 @@ class Worker:
         """Queues all work of ``slot``; never blocks."""
         weights, freed = self._upload_weights(slot)
         self._compute.wait(slot.uploaded)
-        run = SlotRun(slot, weights, self._functions, self._layouts, self._first_trained, self._device_batch)
+        run = SlotRun(
+            slot,
+            weights,
+            self._functions,
+            self._layouts,
+            self._first_trained,
+            self._keep_bytes_per_token,
+            self._device_batch,
+        )
         self._compute.run(run.begin, f"{slot} begin")
         if slot.kind in (SlotKind.FORWARD, SlotKind.LOSS):
             self._forward_tasks(slot, run)
@@ -143,6 +157,22 @@ class Worker:
 
         size = boundary.hidden.numel() * boundary.hidden.dtype.itemsize
         down.run(copy, what, copied_bytes=size)
+        down.record(boundary.delivered)
+
+    def _send_kept_down(
+        self, take: Callable[[], list[tuple[int, torch.Tensor]]], boundary: Boundary, what: str
+    ) -> None:
+        """Queues, behind the block's output, the download of what it keeps: (offset, bytes) of each part."""
+        down = self._activations_down
+        for guard in boundary.writable_after:
+            down.wait(guard)
+
+        def copy() -> None:
+            for offset, part in take():
+                down.uses(part)
+                boundary.memory[offset : offset + part.numel()].copy_(part, non_blocking=True)
+
+        down.run(copy, what, copied_bytes=boundary.memory.numel())
         down.record(boundary.delivered)
 
     def _bring_gradients_up(self, slot: Slot, accumulator: torch.Tensor, free: Event) -> None:
@@ -206,6 +236,8 @@ class Worker:
                 if first == slot.stage.first:
                     let_go()
                 self._send_down(state.outputs.popleft, boundary, computed, f"{what} output")
+                if first in task.kept_outputs:
+                    self._send_kept_down(state.kept.popleft, task.kept_outputs[first], f"{what} kept")
                 first = last
 
     def _gradient_tasks(self, slot: Slot, run: SlotRun) -> None:
@@ -219,8 +251,17 @@ class Worker:
             chain = GradientChain()
             for segment in slot.segments:
                 hidden, let_go = self._bring_input_up(task, segment.first, what)
-                self._compute.run(partial(run.recompute, task, segment, hidden, chain), what)
                 releases = [let_go]
+                if segment.first in task.kept_inputs:
+                    reading = task.kept_inputs[segment.first]
+                    view, let_go = self._bring_up(reading, self._kept_ring, f"{what} kept")
+                    assert hidden is not None
+                    self._compute.run(
+                        partial(run.resume, task, segment.first, hidden, view.flatten(), chain), what
+                    )
+                    releases.append(let_go)
+                else:
+                    self._compute.run(partial(run.recompute, task, segment, hidden, chain), what)
                 if task.grad_input is not None and segment.last == slot.stage.last:
                     view, let_go = self._bring_up(task.grad_input, self._grad_input_ring, f"{what} gradient")
                     self._compute.run(partial(chain.put, view), what)

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from rpft.model.adapters import caches_parametrizations
 from rpft.model.dropout import counted_dropout, draw_keys, drawn_dropout, placed_dropout
 from rpft.model.graphs import JointGraph, Kernels, TensorFunction, Untraceable
+from rpft.model.kept import KeptLayout
 
 Weights = dict[str, torch.Tensor]
 """Tensor name to tensor."""
@@ -143,23 +144,101 @@ class Block:
         joint = None if at is None else self._joint(at, weights, with_grad_hidden)
         if at is None or joint is None:
             return self._keep_eagerly(hidden, weights, call, place, with_grad_hidden)
-        key = (at.key, with_grad_hidden, with_output)
-        kept = joint.keep(float("inf")) if with_output else []
-        trained = tuple(name for name in weights if name in self.trained)
-        output, values = None, []
-        if with_output:
-            forward = self._kernels.once(
-                ("keep", key), lambda: self._kernels.compile(joint.forward(kept), at.data)
-            )
-            with torch.no_grad():
-                output, *values = forward(*at.data)
-        inputs = [*at.data, *values]
+        if not with_output:
+            return None, self._graph_kept(at, joint, weights, with_grad_hidden, 0, [])
+        everything = float("inf")
+        output, values = self._run_keeping(at, joint, with_grad_hidden, everything)
+        return output, self._graph_kept(at, joint, weights, with_grad_hidden, everything, values)
+
+    def forward_keeping(
+        self,
+        hidden: torch.Tensor,
+        weights: Weights,
+        call: BlockCall,
+        place: int | None,
+        with_grad_hidden: bool,
+        budget_bytes: int,
+    ) -> tuple[torch.Tensor, list[tuple[int, torch.Tensor]]]:
+        """The output, and what is best kept in ``budget_bytes``: (offset, bytes) of parts of one flat buffer."""
+        at = self._at(hidden, weights, call, place) if self._graphs else None
+        joint = None if at is None else self._joint(at, weights, with_grad_hidden)
+        if at is None or joint is None:
+            return self.forward(hidden, weights, call, place), []
+        output, values = self._run_keeping(at, joint, with_grad_hidden, budget_bytes)
+        return output, self._kept_layout(at, joint, with_grad_hidden, budget_bytes).parts(values)
+
+    def resume(
+        self,
+        hidden: torch.Tensor,
+        weights: Weights,
+        call: BlockCall,
+        place: int | None,
+        with_grad_hidden: bool,
+        budget_bytes: int,
+        buffer: torch.Tensor,
+    ) -> Kept:
+        """Prepares the backward from what ``forward_keeping`` kept, now in ``buffer``, uint8."""
+        at = self._at(hidden, weights, call, place) if self._graphs else None
+        joint = None if at is None else self._joint(at, weights, with_grad_hidden)
+        if at is None or joint is None:
+            return self._keep_eagerly(hidden, weights, call, place, with_grad_hidden)[1]
+        values = self._kept_layout(at, joint, with_grad_hidden, budget_bytes).tensors_in(buffer)
+        return self._graph_kept(at, joint, weights, with_grad_hidden, budget_bytes, values)
+
+    def keep_options(self, hidden: torch.Tensor, weights: Weights, call: BlockCall) -> list[tuple[int, float]]:
+        """What keeping more saves: (bytes kept, work of the backward as a share of that with nothing kept)."""
+        at = self._at(hidden, weights, call, None) if self._graphs else None
+        joint = None if at is None else self._joint(at, weights, with_grad_hidden=True)
+        if joint is None:
+            return [(0, 1.0)]
+        groups = joint.keep_in_order()
+        options, kept = [], []
+        whole = joint.backward_flops([])
+        for group in [[], *groups]:
+            kept += group
+            size = KeptLayout([node.meta["val"] for node in kept]).num_bytes
+            options.append((size, joint.backward_flops(kept) / whole))
+        return options
+
+    def _run_keeping(
+        self, at: _At, joint: JointGraph, with_grad_hidden: bool, budget: float
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Runs the forward; (the output, the tensors kept)."""
 
         def make() -> TensorFunction:
-            sums = [torch.empty(weights[name].shape, device=hidden.device) for name in trained]
-            return self._kernels.compile(joint.backward(kept), [*inputs, torch.empty_like(hidden), *sums])
+            return self._kernels.compile(joint.forward(joint.keep(budget)), at.data)
 
-        return output, GraphKept(self._kernels.once(("backward", key), make), inputs, trained)
+        with torch.no_grad():
+            graph = self._kernels.once(("keep", at.key, with_grad_hidden, budget), make)
+            output, *values = graph(*at.data)
+        return output, values
+
+    def _graph_kept(
+        self,
+        at: _At,
+        joint: JointGraph,
+        weights: Weights,
+        with_grad_hidden: bool,
+        budget: float,
+        values: list[torch.Tensor],
+    ) -> GraphKept:
+        inputs = [*at.data, *values]
+        trained = tuple(name for name in weights if name in self.trained)
+
+        def make() -> TensorFunction:
+            hidden = at.data[0]
+            sums = [torch.empty(weights[name].shape, device=hidden.device) for name in trained]
+            graph = joint.backward(joint.keep(budget))
+            return self._kernels.compile(graph, [*inputs, torch.empty_like(hidden), *sums])
+
+        graph = self._kernels.once(("backward", at.key, with_grad_hidden, budget), make)
+        return GraphKept(graph, inputs, trained)
+
+    def _kept_layout(self, at: _At, joint: JointGraph, with_grad_hidden: bool, budget: float) -> KeptLayout:
+        def make() -> KeptLayout:
+            return KeptLayout([node.meta["val"] for node in joint.keep(budget)])
+
+        return self._kernels.once(("layout", at.key, with_grad_hidden, budget), make)
 
     def _keep_eagerly(
         self, hidden: torch.Tensor, weights: Weights, call: BlockCall, place: int | None, with_grad_hidden: bool

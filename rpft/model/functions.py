@@ -210,6 +210,45 @@ class LayerFunctions:
         output, kept = block.keep(hidden, own, call, place, with_grad_hidden, with_output)
         return output, _Prefixed(kept, self._block_prefixes[layer - 1])
 
+    def forward_keeping(
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        weights: Weights,
+        batch: DeviceBatch,
+        key: int | None,
+        with_grad_hidden: bool,
+        budget_bytes: int,
+    ) -> tuple[torch.Tensor, list[tuple[int, torch.Tensor]]]:
+        """As ``forward`` for a block, with what it keeps for its backward; see ``Block.forward_keeping``."""
+        block, own, call = self._block(layer, weights, batch)
+        place = None if key is None else mix(key, layer)
+        return block.forward_keeping(hidden, own, call, place, with_grad_hidden, budget_bytes)
+
+    def resume(
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        weights: Weights,
+        batch: DeviceBatch,
+        key: int | None,
+        with_grad_hidden: bool,
+        budget_bytes: int,
+        buffer: torch.Tensor,
+    ) -> Kept:
+        """Prepares the backward of a block from what its forward kept; see ``Block.resume``."""
+        block, own, call = self._block(layer, weights, batch)
+        place = None if key is None else mix(key, layer)
+        kept = block.resume(hidden, own, call, place, with_grad_hidden, budget_bytes, buffer)
+        return _Prefixed(kept, self._block_prefixes[layer - 1])
+
+    def keep_options(
+        self, layer: int, hidden: torch.Tensor, weights: Weights, batch: DeviceBatch
+    ) -> list[tuple[int, float]]:
+        """What keeping more of a block saves; see ``Block.keep_options``."""
+        block, own, call = self._block(layer, weights, batch)
+        return block.keep_options(hidden, own, call)
+
     def _block(self, layer: int, weights: Weights, batch: DeviceBatch) -> tuple[Block, Weights, BlockCall]:
         own = self._strip(weights, self._block_prefixes[layer - 1])
         return self._block_kinds[self._kinds[layer - 1]], own, self.context(batch)[layer - 1]

@@ -22,6 +22,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
+from rpft.model.layout import ALIGNMENT_BYTES, align
+
 logger = logging.getLogger(__name__)
 
 KernelKind = Literal["eager", "trace", "compile"]
@@ -188,8 +190,13 @@ class JointGraph:
         Candidates are the results of products and attention that the backward would recompute; what lies between
         them is cheap. Counted are the operations which then need not run, those further up included.
         """
+        return [node for group in self.keep_in_order(budget_bytes) for node in group]
+
+    def keep_in_order(self, budget_bytes: float = float("inf")) -> list[list[fx.Node]]:
+        """As ``keep``: the results of one operation after the other, the best first."""
         ends = [*self._grad_hidden, *self._effects]
         kept: list[fx.Node] = []
+        order: list[list[fx.Node]] = []
         left = budget_bytes
         while True:
             costly = self._recomputed(ends, kept)
@@ -197,22 +204,22 @@ class JointGraph:
             best, best_rate = None, 0.0
             for operation in costly:
                 results = self._results(operation, ends, kept)
-                size = sum(_num_bytes(node) for node in results)
+                size = sum(align(_num_bytes(node), ALIGNMENT_BYTES) for node in results)
                 if not results or size > left:
                     continue
                 saved = now - sum(self._recomputed(ends, [*kept, *results]).values())
                 if saved > best_rate * size:
                     best, best_rate = results, saved / size
             if best is None:
-                return kept
+                return order
+            order.append(best)
             kept += best
-            left -= sum(_num_bytes(node) for node in best)
+            left -= sum(align(_num_bytes(node), ALIGNMENT_BYTES) for node in best)
 
-    def flops(self, kept: Sequence[fx.Node]) -> tuple[int, int]:
-        """Operations of (the forward, the backward with what it recomputes) in products and attention."""
-        forward = sum(_flops(node) for node in _needed([self._output], self._data))
+    def backward_flops(self, kept: Sequence[fx.Node]) -> int:
+        """Operations of products and attention in the backward, with what it recomputes."""
         ends = [*self._grad_hidden, *self._effects]
-        return forward, sum(_flops(node) for node in _needed(ends, [*self._data, *kept, self._grad, *self._sums]))
+        return sum(_flops(node) for node in _needed(ends, [*self._data, *kept, self._grad, *self._sums]))
 
     def _recomputed(self, ends: list[fx.Node], kept: Sequence[fx.Node]) -> dict[fx.Node, int]:
         """Costly operations of the forward pass that the backward must run again, with their cost."""

@@ -73,22 +73,30 @@ def make_bill(plan: Plan, layouts: list[LayerLayout], work: Workload) -> Bill:
     boundary = max_tokens * shape.hidden_size * shape.itemsize
     kept = {s.first for stage in plan.backward[1:] for s in plan.segments(stage)}
     crossings = len(kept | {stage.first for stage in plan.forward} | {plan.fused.first}) + 2
+    kept_blocks = sum(1 for layout in layouts[1 : plan.fused.first] if layout.layer >= _first_trained(layouts))
     host = {
         "weights, gradients, optimizer state": store_bytes(layouts, work.delayed, work.gradient_dtype),
         "hidden states between stages": crossings * plan.num_microbatches * boundary,
+        "kept for the backward": kept_blocks * plan.num_microbatches * plan.keep_bytes_per_token * max_tokens,
         "process": _PROCESS_BYTES,
     }
-    buffers = worker_sizes(layouts, plan, boundary, work.gradient_dtype).total_bytes
+    buffers = worker_sizes(layouts, plan, boundary, work.gradient_dtype, max_tokens).total_bytes
     device = {"weight, gradient and hidden-state buffers": buffers}
     if work.profiles is None:
         device |= _estimated_activations(plan, layouts, work)
     else:
         device["activations, measured"] = _measured_activations(plan, work.profiles)
-    device["hidden states on their way down"] = _BOUNDARIES_IN_FLIGHT * boundary
+    device["results on their way down"] = _BOUNDARIES_IN_FLIGHT * (
+        boundary + plan.keep_bytes_per_token * max_tokens
+    )
     trained = sum(layout.num_trained for layout in layouts)
     frozen = any(layout.num_trained == 0 or layout.host_bytes > layout.num_trained * 4 for layout in layouts)
     result = trained * shape.itemsize if frozen else sum(layout.host_bytes for layout in layouts)
     return Bill(sum(host.values()), sum(device.values()), result + 12 * trained, host, device)
+
+
+def _first_trained(layouts: list[LayerLayout]) -> int:
+    return next(layout.layer for layout in layouts if layout.grad_elements)
 
 
 def _segments(plan: Plan) -> list[Stage]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from rpft.model.layout import LayerLayout
 from rpft.model.skeleton import Skeleton
 from rpft.plan.bill import ModelShape, Workload, make_bill
-from rpft.plan.costs import layer_costs, measured_costs
-from rpft.plan.partition import balanced_plan
+from rpft.plan.costs import LayerCost, layer_costs, measured_costs
+from rpft.plan.partition import balanced_plan, improved
 from rpft.plan.plan import Plan
 from rpft.plan.simulate import ASSUMED_RATES, Rates, StepShape, step_seconds
+
+_WORTH_KEEPING = 0.005
+"""Share of a step that keeping more must save."""
 
 
 def model_shape(config: Any, itemsize: int) -> ModelShape:
@@ -50,21 +54,58 @@ def choose_plan(
         bill = make_bill(plan, layouts, work)
         return (vram_bytes is None or bill.device <= vram_bytes) and (ram_bytes is None or bill.host <= ram_bytes)
 
-    seconds: Callable[[Plan], float] | None = None
+    seconds = None
     if work.profiles is not None:
-        boundary_bytes = work.max_tokens * work.shape.hidden_size * work.shape.itemsize
-        size = work.gradient_dtype.itemsize
-        shape = StepShape(layouts, costs, boundary_bytes, size, num_workers, rounds, work.delayed)
-        seconds = partial(step_seconds, shape=shape, rates=rates)
+        seconds = partial(step_seconds, shape=_step_shape(layouts, work, costs, num_workers, rounds), rates=rates)
 
     for grain in grains:
         plan = balanced_plan(costs, num_workers, num_microbatches, rounds, grain, fits, seconds)
+        if plan is not None and recompute == "auto" and work.profiles is not None:
+            return _keeping_more(plan, layouts, work, num_workers, rounds, fits, rates)
         if plan is not None:
             return plan
     smallest = "layer" if recompute == "auto" else recompute
     plan = balanced_plan(costs, num_workers, num_microbatches, rounds, smallest, _has_smallest_stages)
     assert plan is not None
     return plan
+
+
+def _step_shape(
+    layouts: list[LayerLayout], work: Workload, costs: Sequence[LayerCost], num_workers: int, rounds: int
+) -> StepShape:
+    boundary_bytes = work.max_tokens * work.shape.hidden_size * work.shape.itemsize
+    size = work.gradient_dtype.itemsize
+    return StepShape(layouts, costs, work.max_tokens, boundary_bytes, size, num_workers, rounds, work.delayed)
+
+
+def _keeping_more(
+    plan: Plan,
+    layouts: list[LayerLayout],
+    work: Workload,
+    num_workers: int,
+    rounds: int,
+    fits: Callable[[Plan], bool],
+    rates: Rates,
+) -> Plan:
+    """``plan``, or one like it whose forward keeps what shortens a step, where link, RAM and VRAM have room."""
+    profiles = work.profiles
+    assert profiles is not None
+    if plan.recompute != "layer":
+        return plan
+    options = {size for profile in profiles for size, _ in profile.keep_options}
+    found: dict[Plan, float] = {}
+    for size in sorted(options):
+        costs = measured_costs(profiles, size)
+        shape = _step_shape(layouts, work, costs, num_workers, rounds)
+        other = replace(plan, keep_bytes_per_token=size)
+        if fits(other):
+            seconds = partial(step_seconds, shape=shape, rates=rates)
+            known = {other: seconds(other)}
+            best = improved(other, known, fits, seconds)
+            found[best] = known[best]
+    # What is kept fills RAM and link: it must be worth something.
+    least = min(found.values()) * (1 + _WORTH_KEEPING)
+    return min((p for p in found if found[p] <= least), key=lambda p: p.keep_bytes_per_token)
 
 
 def _has_smallest_stages(plan: Plan) -> bool:

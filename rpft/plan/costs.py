@@ -23,9 +23,15 @@ class LayerCost:
         return self.forward + self.backward
 
 
-def measured_costs(profiles: Sequence[LayerProfile]) -> list[LayerCost]:
-    """One cost a layer, in seconds for one microbatch."""
-    return [LayerCost(p.forward_seconds, p.backward_seconds - p.forward_seconds) for p in profiles]
+def measured_costs(profiles: Sequence[LayerProfile], keep_bytes_per_token: int = 0) -> list[LayerCost]:
+    """One cost a layer, in seconds for one microbatch, where blocks keep so much for their backward."""
+    costs = []
+    for profile in profiles:
+        share = min(share for size, share in profile.keep_options if size <= keep_bytes_per_token)
+        costs.append(
+            LayerCost(profile.forward_seconds, share * profile.backward_seconds - profile.forward_seconds)
+        )
+    return costs
 
 
 def layer_costs(layouts: list[LayerLayout], skeleton: Skeleton) -> list[LayerCost]:

@@ -80,14 +80,17 @@ def balanced_plan(
     if seconds is None:
         return min((plan for plan in candidates if candidates[plan] <= close), key=lambda plan: plan.num_slots)
     for plan in sorted(candidates, key=lambda plan: candidates[plan])[:_STARTS]:
-        _improve(plan, candidates, fits, seconds)
+        improved(plan, candidates, fits, seconds)
     return min(candidates, key=lambda plan: candidates[plan])
 
 
-def _improve(
+def improved(
     plan: Plan, known: dict[Plan, float], fits: Callable[[Plan], bool], seconds: Callable[[Plan], float]
-) -> None:
-    """Moves the cuts of ``plan``, one at a time, for as long as that makes a step shorter; fills ``known``."""
+) -> Plan:
+    """``plan`` with its cuts moved, one at a time, for as long as that makes a step shorter.
+
+    ``known`` has the seconds of plans that were looked at, ``plan`` among them, and gets those of more.
+    """
     while len(known) < _MOST_TRIALS:
         tried = list(_neighbours(plan))
         for other in tried:
@@ -95,8 +98,9 @@ def _improve(
                 known[other] = seconds(other) if fits(other) else math.inf
         best = min(tried, key=lambda other: known[other])
         if known[best] >= known[plan] * (1 - _WORTH_A_MOVE):
-            return
+            break
         plan = best
+    return plan
 
 
 def _neighbours(plan: Plan) -> Iterator[Plan]:
@@ -112,7 +116,7 @@ def _neighbours(plan: Plan) -> Iterator[Plan]:
 
         fused = Stage(first, head)
         parts = tuple(stages(forward)), (fused, *reversed(stages(backward)))
-        return Plan(*parts, plan.num_microbatches, plan.recompute)
+        return Plan(*parts, plan.num_microbatches, plan.recompute, plan.keep_bytes_per_token)
 
     for fused_first in (first - 1, first + 1):
         if 0 < fused_first <= head:
@@ -171,15 +175,17 @@ def _pack(
             total += costs[low].with_recompute
         backward.append(Stage(low, top))
         top = low - 1
-    forward = []
-    low = 0
-    while low < first:
-        high, total = low, costs[low].forward
-        while high + 1 < first and total + costs[high + 1].forward <= limit * forward_share:
-            high += 1
-            total += costs[high].forward
-        forward.append(Stage(low, high))
-        low = high + 1
+    # Recompute by stage keeps the inputs of backward stages: forward stages that start there add no hidden state.
+    starts = [stage.first for stage in reversed(backward[1:])] if recompute == "stage" else range(first)
+    forward: list[Stage] = []
+    for low, end in pairwise([*starts, first]):
+        piece = sum(cost.forward for cost in costs[low:end])
+        if forward and total + piece <= limit * forward_share:
+            forward[-1] = Stage(forward[-1].first, end - 1)
+            total += piece
+        else:
+            forward.append(Stage(low, end - 1))
+            total = piece
     return Plan(tuple(forward), tuple(backward), num_microbatches, recompute)
 
 

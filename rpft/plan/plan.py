@@ -41,6 +41,8 @@ class Plan:
     """M, the microbatches of a round."""
     recompute: str
     """stage: a backward stage keeps its first layer's input; layer: every layer's input is kept."""
+    keep_bytes_per_token: int = 0
+    """With recompute by layer: what a block's forward keeps beside its input, so that less is recomputed."""
 
     @property
     def fused(self) -> Stage:
@@ -76,6 +78,7 @@ class Plan:
                 "backward": [list(stage) for stage in self.backward],
                 "num_microbatches": self.num_microbatches,
                 "recompute": self.recompute,
+                "keep_bytes_per_token": self.keep_bytes_per_token,
             },
             indent=1,
         )
@@ -88,6 +91,8 @@ def _partition_fault(plan: Plan, num_layers: int) -> str | None:
         return f"`num_microbatches` is {plan.num_microbatches}; it must be at least 1"
     if plan.recompute not in ("stage", "layer"):
         return f"`recompute` is {plan.recompute!r}; it must be stage or layer"
+    if plan.keep_bytes_per_token < 0 or (plan.keep_bytes_per_token and plan.recompute != "layer"):
+        return f"`keep_bytes_per_token` is {plan.keep_bytes_per_token}; it needs `recompute` layer, and at least 0"
     fused = plan.fused
     if fused.last != num_layers - 1:
         return (
@@ -116,6 +121,7 @@ def read_plan(path: Path) -> Plan:
             tuple(Stage(int(a), int(b)) for a, b in data["backward"]),
             int(data["num_microbatches"]),
             str(data["recompute"]),
+            int(data.get("keep_bytes_per_token", 0)),
         )
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such plan file (recipe key engine.plan)") from error

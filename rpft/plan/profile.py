@@ -36,6 +36,8 @@ class LayerProfile:
     """What a forward leaves for a backward that recomputes next to nothing, with its output."""
     kept_backward_bytes: int = 0
     """Most held at once in that backward, on top of what is kept; or in its forward, if that is more."""
+    keep_options: tuple[tuple[int, float], ...] = ((0, 1.0),)
+    """Of a block: (bytes a token that its forward could keep on the host, share of the backward then left)."""
 
 
 def measure_layers(
@@ -114,7 +116,15 @@ def _measure_layer(
     del kept
     in_forward = _peak_bytes(device, keep) - kept_bytes
     most = max(in_backward, in_forward)
-    return LayerProfile(forward_seconds, backward_seconds, forward_bytes, backward_bytes, kept_bytes, most)
+    options: list[tuple[int, float]] = [(0, 1.0)]
+    if given is not None:
+        tokens = hidden.shape[0] * hidden.shape[1]
+        options = [
+            (-(-size // tokens), share) for size, share in functions.keep_options(layer, given, weights, batch)
+        ]
+    return LayerProfile(
+        forward_seconds, backward_seconds, forward_bytes, backward_bytes, kept_bytes, most, tuple(options)
+    )
 
 
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:

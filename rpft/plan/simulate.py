@@ -44,6 +44,8 @@ class StepShape:
     layouts: Sequence[LayerLayout]
     costs: Sequence[LayerCost]
     """In seconds for one microbatch."""
+    tokens: int
+    """Of a microbatch."""
     boundary_bytes: int
     gradient_bytes: int
     """Of one element of a host gradient."""
@@ -90,10 +92,12 @@ class _Run:
         for stage in plan.backward:
             ready = self._slot(stage, sum(costs[i].with_recompute for i in stage.layers), ready, backward=True)
 
-    def _num_inputs(self, stage: Stage) -> int:
-        """Hidden states that are carried for one microbatch: one a stage, and by layer one for each layer."""
-        by_layer = self.plan.recompute == "layer" and stage is not self.plan.fused
-        return len(stage.layers) if by_layer else 1
+    def _carried_bytes(self, stage: Stage) -> int:
+        """For one microbatch: a hidden state a stage, or by layer one for each, with what its block keeps."""
+        if self.plan.recompute == "stage" or stage is self.plan.fused:
+            return self.shape.boundary_bytes
+        kept = self.plan.keep_bytes_per_token * self.shape.tokens
+        return len(stage.layers) * (self.shape.boundary_bytes + kept)
 
     def _slot(self, stage: Stage, seconds: float, ready: list[float], backward: bool) -> list[float]:
         """One slot; when each microbatch's output is delivered to the host."""
@@ -110,8 +114,8 @@ class _Run:
         worker.weights_up = up
         delivered = []
         # A hidden state a layer is carried while the neighbouring layers compute: what is slower sets the pace.
-        going_up = self._num_inputs(stage) * shape.boundary_bytes / rates.up if backward else 0.0
-        going_down = 0.0 if backward else self._num_inputs(stage) * shape.boundary_bytes / rates.down
+        carried = self._carried_bytes(stage)
+        going_up, going_down = (carried / rates.up, 0.0) if backward else (0.0, carried / rates.down)
         for moment in ready:
             worker.inputs_up = max(worker.inputs_up, moment) + shape.boundary_bytes / rates.up
             start = max(worker.compute, up, worker.inputs_up)

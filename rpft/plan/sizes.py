@@ -20,6 +20,8 @@ class WorkerSizes:
     boundary_bytes: int
     gradient_dtype: torch.dtype
     """Of the host gradients."""
+    kept_bytes: int
+    """What a block's forward keeps for one microbatch beside its input."""
 
     @property
     def total_bytes(self) -> int:
@@ -28,7 +30,7 @@ class WorkerSizes:
         Of gradients that are rounded on their way the one in use is float32, the one on its way is not.
         """
         gradients = self.gradient_elements * (4 + self.gradient_dtype.itemsize)
-        return 2 * self.weight_bytes + gradients + 4 * self.boundary_bytes
+        return 2 * self.weight_bytes + gradients + 4 * self.boundary_bytes + 2 * self.kept_bytes
 
 
 def region_starts(layouts: list[LayerLayout], stage: Stage) -> dict[int, tuple[int, int]]:
@@ -42,9 +44,9 @@ def region_starts(layouts: list[LayerLayout], stage: Stage) -> dict[int, tuple[i
 
 
 def worker_sizes(
-    layouts: list[LayerLayout], plan: Plan, boundary_bytes: int, gradient_dtype: torch.dtype
+    layouts: list[LayerLayout], plan: Plan, boundary_bytes: int, gradient_dtype: torch.dtype, max_tokens: int
 ) -> WorkerSizes:
-    """What the stages of a plan ask of a worker."""
+    """What the stages of a plan ask of a worker. ``max_tokens``: of the largest microbatch."""
 
     def largest(stages: tuple[Stage, ...], size: Callable[[LayerLayout], int]) -> int:
         return max((sum(size(layouts[i]) for i in stage.layers) for stage in stages), default=0)
@@ -54,4 +56,5 @@ def worker_sizes(
         gradient_elements=largest(plan.backward, lambda layout: layout.grad_elements),
         boundary_bytes=boundary_bytes,
         gradient_dtype=gradient_dtype,
+        kept_bytes=plan.keep_bytes_per_token * max_tokens,
     )

@@ -30,7 +30,7 @@ def test_a_workers_buffers_are_exactly_what_the_plan_says(name, lora, checkpoint
     outcome = run_engine(checkpoint("qwen3"), PLANS[name], 2, lora=lora, make_device=make_device)
     layouts = [layer.layout for layer in outcome.store.layers]
     boundary_bytes = 2 * 12 * 64 * 4
-    sizes = worker_sizes(layouts, PLANS[name], boundary_bytes, torch.float32)
+    sizes = worker_sizes(layouts, PLANS[name], boundary_bytes, torch.float32, 2 * 12)
     assert [device.peak_bytes() for device in devices] == [sizes.total_bytes] * 2
     stages = PLANS[name].forward + PLANS[name].backward
     assert sizes.weight_bytes == max(sum(layouts[i].region_bytes for i in stage.layers) for stage in stages)
