@@ -160,6 +160,7 @@ class JointGraph:
 
     def __init__(self, module: fx.GraphModule, num_data: int) -> None:
         self._module = module
+        _drop_random_states(module.graph)
         nodes = list(module.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
         self._data, self._grad, self._sums = (
@@ -250,6 +251,36 @@ class JointGraph:
         return fx.GraphModule(self._module, graph)
 
 
+def _drop_random_states(graph: fx.Graph) -> None:
+    """Gives the backward of an attention zeros in the place of its forward's random state, which it does not read.
+
+    Dropout is drawn outside of the kernels. Left in, the state would tie the backward to a run of the forward, and
+    some kernels keep it on another device than the rest.
+    """
+    for node in list(graph.nodes):
+        if "attention" not in str(node.target) or _argument(node, "dropout_p", 0.0) != 0.0:
+            continue
+        for result in list(node.users):
+            value = result.meta.get("val")
+            if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.numel() > 2:
+                continue
+            with graph.inserting_before(node):
+                zeros = graph.call_function(
+                    torch.ops.aten.zeros.default,
+                    (list(value.shape),),
+                    {"dtype": value.dtype, "device": value.device},
+                )
+            zeros.meta["val"] = value
+            result.replace_all_uses_with(zeros)
+            graph.erase_node(result)
+
+
+def _argument(node: fx.Node, name: str, default: Any) -> Any:
+    """What ``node`` gives for the argument ``name`` of its operation."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}.get(name, default)
+
+
 def _writes(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
@@ -288,10 +319,9 @@ def _flops(node: fx.Node) -> int:
     args: Any = map_arg(node.args, lambda n: n.meta["val"])
     kwargs: Any = map_arg(node.kwargs, lambda n: n.meta["val"])
     if "attention" in str(packet):  # torch's own count knows no shared key heads in some versions
-        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        count = 4 * given["query"].numel() * given["key"].shape[-2]
-        return count // 2 if given.get("is_causal", False) else count
+        query, key = (_argument(node, name, None).meta["val"] for name in ("query", "key"))
+        count = 4 * query.numel() * key.shape[-2]
+        return count // 2 if _argument(node, "is_causal", False) else count
     if packet not in flop_registry:
         return 0
     return int(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]))

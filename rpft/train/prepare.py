@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,13 +31,19 @@ from rpft.plan.bill import (
 from rpft.plan.choose import choose_plan, model_shape
 from rpft.plan.partition import choose_num_microbatches
 from rpft.plan.plan import Plan, read_plan
-from rpft.plan.profile import LayerProfile, measure_layers
+from rpft.plan.profile import LayerProfile, measure_layers, measure_link
+from rpft.plan.simulate import ASSUMED_RATES, Rates
 from rpft.recipe.schema import Engine, Recipe
 from rpft.train.kernels import KernelChoice, choose_gradient_dtype, choose_kernels
 from rpft.train.rows import PAD_TO_MULTIPLE, RunData, load_data
 
 Say = Callable[[str], None]
 """Takes a line for the person who waits."""
+
+
+_UPDATES_OF_A_CORE = 5e8
+_MOST_UPDATES = 4e9
+"""Parameters a second: of one core, and of the memory behind many (measured with benchmarks/optimizer.py)."""
 
 
 @dataclass
@@ -111,8 +118,9 @@ def prepare(recipe: Recipe, say: Say = lambda line: None) -> Prepared:
     )
     vram = min((b for b in (device.memory_bytes() for device in devices) if b is not None), default=None)
     ram = recipe.engine.ram_limit or available_host_bytes()
+    rates = ASSUMED_RATES if profiles is None else _rates(devices[0], recipe.engine.emulate_link_gbps)
     plan = given or choose_plan(
-        layouts, skeleton, work, len(devices), num_microbatches, recipe.engine.recompute, vram, ram
+        layouts, skeleton, work, len(devices), num_microbatches, recipe.engine.recompute, vram, ram, rates
     )
     bill = make_bill(plan, layouts, work)
     refuse_unless_fits(bill, ram, vram)
@@ -134,6 +142,15 @@ def prepare(recipe: Recipe, say: Say = lambda line: None) -> Prepared:
         plan,
         bill,
     )
+
+
+def _rates(device: Device, emulated_gbps: float | None) -> Rates:
+    """The link as measured, or as emulated; the optimizer as the number of cores lets expect."""
+    up, down = measure_link(device.torch_device, device.allocate_host)
+    if emulated_gbps is not None:
+        up, down = min(up, emulated_gbps * 1e9), min(down, emulated_gbps * 1e9)
+    update = min(_MOST_UPDATES, _UPDATES_OF_A_CORE * (os.cpu_count() or 1))
+    return Rates(up, down, update, 3 * update)
 
 
 def _pool(settings: Engine) -> list[Device]:

@@ -4,7 +4,9 @@ import pytest
 import torch
 from support.engines import plan_of, run_engine
 
+from rpft.errors import UserError
 from rpft.model.adapters import LoraSettings
+from rpft.model.functions import DeviceBatch
 from rpft.plan.plan import Plan, Stage
 
 FORWARD, BACKWARD = [(0, 1), (2, 3)], [(4, 5), (2, 3), (0, 1)]
@@ -59,8 +61,6 @@ def test_a_larger_budget_really_keeps_more_and_recomputes_less(checkpoint):
         store = engine._controller._store
         hidden = torch.randn(2, 12, functions.hidden_size)
         ids = torch.zeros(2, 12, dtype=torch.long)
-        from rpft.model.functions import DeviceBatch
-
         batch = DeviceBatch(ids, None, ids[0, :0], ids[0, :0])
         options.extend(functions.keep_options(1, hidden, store.layer_weights(1), batch))
 
@@ -73,7 +73,7 @@ def test_a_larger_budget_really_keeps_more_and_recomputes_less(checkpoint):
     assert shares[-1] < 0.8
 
 
-def test_a_plan_that_keeps_needs_recompute_by_layer(checkpoint):
+def test_a_plan_that_keeps_needs_recompute_by_layer():
     plan = Plan((Stage(0, 3),), (Stage(4, 5), Stage(0, 3)), 2, "stage", 100)
-    with pytest.raises(ValueError, match="keep_bytes_per_token"):
-        run_engine(checkpoint("llama"), plan)
+    with pytest.raises(UserError, match="keep_bytes_per_token"):
+        plan.check(6)
