@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
+from rpft.model.gradient_sums import add_product_flops, fuse_gradient_sums
 from rpft.model.layout import ALIGNMENT_BYTES, align
 
 logger = logging.getLogger(__name__)
@@ -103,6 +104,8 @@ class Kernels:
             raise Untraceable(f"{type(error).__name__}: {error}") from error
         module.graph.eliminate_dead_code()
         module.recompile()
+        if self.kind == "compile":
+            fuse_gradient_sums(module)
         return module
 
     def compile(self, module: fx.GraphModule, tensors: Sequence[torch.Tensor]) -> TensorFunction:
@@ -322,6 +325,8 @@ def _flops(node: fx.Node) -> int:
         query, key = (_argument(node, name, None).meta["val"] for name in ("query", "key"))
         count = 4 * query.numel() * key.shape[-2]
         return count // 2 if _argument(node, "is_causal", False) else count
+    if packet is torch.ops.rpft.add_product:
+        return add_product_flops(*(argument.meta["val"] for argument in node.args[1:]))  # type: ignore[union-attr]
     if packet not in flop_registry:
         return 0
     return int(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]))
