@@ -27,15 +27,17 @@ def machine(devices: list[str]) -> str:
 
 
 def commit() -> str:
-    """The commit of the checkout, or unknown where there is none."""
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    """The commit of the checkout, with -dirty where files differ from it; unknown without git or a checkout."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return "unknown"
     return done.stdout.strip() or "unknown"
 
 
 def write_record(path: Path, name: str, machine: str, results: list[dict[str, Any]], **more: Any) -> None:
-    """``results``: [{case, metric, value, unit}]; ``more`` goes beside them."""
+    """``results``: [{case, metric, value, unit}]; ``more`` goes beside them, or replaces what is found out."""
     record = {
         "name": name,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),

@@ -1,107 +1,294 @@
-"""Runs the GPU tests and benchmarks in one call; prints a short table last.
+"""Runs the GPU tests and the benchmarks in one call; prints a short table last.
 
-    python scripts/gpu_check.py [--out FOLDER] [--skip-tests]
+    python scripts/gpu_check.py [--only 1.7b,8b] [--peers] [--skip-tests] [--out FOLDER] [--commit HASH]
 
-FOLDER gets gpu_check.json (machine, date, command, commit, results) and gpu_check.log. Every case runs under a cap
-of 24 GiB of VRAM a GPU; an H200 computes faster and has a wider link than the cards that the cap stands for.
+--only takes names of cases or groups: 1.7b, 8b, 8b-lora, 8b-small, links, long; of peers: roof, fsdp2, roundpipe.
+--peers adds the peers of the chosen groups. FOLDER gets gpu_check.json, written anew after each case, so that what
+is done stays if the call is ended, and gpu_check.log. rpft runs under a cap of 24 GiB of VRAM a GPU; an H200
+computes faster and has a wider link than the cards that the cap stands for.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+from record import ROOT, commit, machine, write_record
+
+TESTS_SECONDS = 400
+MEDIAN, DRAINED = "tokens a second, median step", "tokens a second, drained"
+COLUMNS = {
+    "median": (MEDIAN, "{:,.0f}"),
+    "drained": (DRAINED, "{:,.0f}"),
+    "VRAM": ("peak VRAM, reserved", "{:.1f}"),
+    "bill": ("VRAM by the bill", "{:.1f}"),
+    "RAM": ("RAM, resident", "{:.0f}"),
+    "RAM bill": ("RAM by the bill", "{:.0f}"),
+}
+"""Of the table: metric and format; rates in tokens a second, memory in GiB."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One benchmark process."""
+
+    name: str
+    words: str
+    """What Python is given; {gpus} stands for the number of GPUs, {workers} for that and then 1."""
+    groups: tuple[str, ...] = ()
+    seconds: int = 300
+    """What it may take before it is ended."""
+    peer: bool = False
+
+
+STEP = "--rows 24 --sequence 4096 --microbatches 3"
+SMALL_STEP = "--rows 12 --sequence 1024 --microbatches 3"
+RPFT = "benchmarks/throughput.py"
+ROUNDPIPE = "benchmarks/peers/roundpipe_0_1_1.py"
+FSDP2 = "-m torch.distributed.run --standalone --nproc-per-node {gpus} benchmarks/peers/fsdp2.py"
+BOTH = "--update sync,delayed"
+
+
+def _roof(name: str, words: str, group: str) -> list[Case]:
+    """Two cases, since a roof depends on the attention kernel."""
+    return [
+        Case(
+            f"roof-{name}{suffix}",
+            f"benchmarks/peers/roof.py {words} --sequence 4096 --rows 8 --steps 5 --attention {attention}",
+            (group, "roof"),
+            150,
+            peer=True,
+        )
+        for suffix, attention in (("", "default"), ("-cudnn", "cudnn"))
+    ]
+
+
+def _peer(name: str, words: str, group: str, seconds: int = 300) -> Case:
+    return Case(name, words, (group, name.split("-")[0]), seconds, peer=True)
+
 
 CASES = [
-    "qwen3-1.7b --rows 16 --sequence 4096 --microbatches 8 --steps 5 --workers 1",
-    "qwen3-1.7b --rows 16 --sequence 4096 --microbatches 8 --steps 5",
-    "qwen3-1.7b --rows 16 --sequence 4096 --microbatches 8 --steps 5 --update delayed",
-    "llama-8b --lora 32 --rows 16 --sequence 4096 --microbatches 8 --steps 4",
+    Case("1.7b", f"{RPFT} qwen3-1.7b {STEP} --steps 10 {BOTH} --workers {{workers}}"),
+    *_roof("1.7b", "qwen3-1.7b", "1.7b"),
+    _peer("fsdp2-1.7b", f"{FSDP2} qwen3-1.7b --rows 24 --sequence 4096 --steps 5", "1.7b"),
+    _peer("fsdp2-1.7b-resident", f"{FSDP2} qwen3-1.7b --rows 24 --sequence 4096 --steps 5 --resident", "1.7b"),
+    _peer("roundpipe-1.7b", f"{ROUNDPIPE} qwen3-1.7b {STEP} --steps 10 --compile-layers", "1.7b"),
+    _peer("roundpipe-1.7b-as-it-comes", f"{ROUNDPIPE} qwen3-1.7b {STEP} --steps 10", "1.7b"),
+    _peer("roundpipe-1.7b-exact", f"{ROUNDPIPE} qwen3-1.7b {STEP} --steps 10 --sync-step", "1.7b"),
+    Case("8b", f"{RPFT} llama-8b {STEP} --steps 6 {BOTH} --workers {{gpus}}"),
+    *_roof("8b", "llama-8b", "8b"),
+    _peer("fsdp2-8b", f"{FSDP2} llama-8b --rows 24 --sequence 4096 --steps 3", "8b", 400),
+    _peer("roundpipe-8b", f"{ROUNDPIPE} llama-8b {STEP} --steps 6 --compile-layers", "8b", 400),
+    Case("8b-lora", f"{RPFT} llama-8b --lora 32 {STEP} --steps 6 {BOTH} --workers {{gpus}}"),
+    *_roof("8b-lora", "llama-8b --lora 32", "8b-lora"),
+    _peer("roundpipe-8b-lora", f"{ROUNDPIPE} llama-8b --lora 32 {STEP} --steps 6", "8b-lora", 400),
+    Case("8b-small", f"{RPFT} llama-8b {SMALL_STEP} --steps 10 {BOTH} --workers {{gpus}}"),
+    _peer("roundpipe-8b-small", f"{ROUNDPIPE} llama-8b {SMALL_STEP} --steps 10", "8b-small", 400),
+    *(
+        Case(
+            f"links-{name}",
+            f"{RPFT} {preset} {STEP} --steps 4 {BOTH} --workers {{gpus}} --emulate-link 25,12",
+            ("links",),
+            400,
+        )
+        for name, preset in (("1.7b", "qwen3-1.7b"), ("8b", "llama-8b"))
+    ),
+    *(
+        Case(
+            f"long-{name}",
+            f"{RPFT} {words} --rows 1 --microbatches 1 --steps 2 --warm-up 1 --workers 1",
+            ("long",),
+        )
+        for name, words in (
+            ("8b", "llama-8b --sequence 65536"),
+            ("1.7b", "qwen3-1.7b --sequence 98304"),
+            ("32b-lora", "qwen3-32b --lora 16 --sequence 40960"),
+        )
+    ),
 ]
 
 
-def run(words: list[str], log: Path, timeout_seconds: int) -> tuple[int, str]:
-    """Runs Python with ``words`` in the repository; (exit code, output); the output is added to ``log`` too."""
-    command = [sys.executable, *words]
-    path = f"{ROOT}:{ROOT / 'benchmarks'}"
-    try:
-        done = subprocess.run(
-            ["env", f"PYTHONPATH={path}", *command],
+def choose(only: list[str], peers: bool) -> list[Case]:
+    """The cases that ``--only`` and ``--peers`` name, in their order; SystemExit for a name that is none."""
+    known = {name for case in CASES for name in (case.name, *case.groups)}
+    unknown = [name for name in only if name not in known]
+    if unknown:
+        sys.exit(f"--only: no case or group {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+
+    def chosen(case: Case) -> bool:
+        if case.peer and (case.name in only or case.groups[-1] in only):
+            return True
+        return (peers or not case.peer) and (not only or bool({case.name, *case.groups} & set(only)))
+
+    return [case for case in CASES if chosen(case)]
+
+
+@dataclass
+class Outcome:
+    """What became of one case."""
+
+    case: str
+    results: list[dict[str, Any]]
+    failure: str = ""
+    """One line; empty where all of it was done."""
+    seconds: float = 0.0
+
+
+@dataclass
+class Check:
+    """One call: where its files go, and what is done so far."""
+
+    folder: Path
+    gpus: list[str]
+    commit: str
+    tests: str = "not run"
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "gpu_check.log"
+
+    @property
+    def machine(self) -> str:
+        return machine(self.gpus or ["no GPU"])
+
+    def write(self) -> None:
+        """The record of what is done, failures beside the figures."""
+        failed = [{"case": o.case, "reason": o.failure} for o in self.outcomes if o.failure]
+        results = [result for outcome in self.outcomes for result in outcome.results]
+        more = {"commit": self.commit, "tests": self.tests, "failed": failed}
+        write_record(self.folder / "gpu_check.json", "gpu_check", self.machine, results, **more)
+
+    def run_case(self, case: Case) -> Outcome:
+        """Runs ``case`` in a process of its own; what its record holds counts even if the process is killed."""
+        record = self.folder / "cases" / f"{case.name}.json"
+        record.parent.mkdir(parents=True, exist_ok=True)
+        record.unlink(missing_ok=True)
+        count = max(1, len(self.gpus))
+        workers = ",".join(map(str, dict.fromkeys([min(2, count), 1])))
+        words = case.words.format(gpus=min(2, count), workers=workers).split()
+        started = time.monotonic()
+        code, lines = run([*words, "--json", str(record)], self.log, case.seconds)
+        outcome = Outcome(case.name, [], seconds=time.monotonic() - started)
+        if record.exists():
+            outcome.results = json.loads(record.read_text(encoding="utf-8"))["results"]
+        if code is None:
+            outcome.failure = f"ended after {case.seconds} s"
+        elif code:
+            outcome.failure = f"exit code {code}: {_reason(lines)}"
+        elif not outcome.results:
+            outcome.failure = "it wrote no record"
+        self.outcomes.append(outcome)
+        return outcome
+
+    def run_tests(self) -> bool:
+        """The gpu-marked tests; whether they pass. A failure's report is printed."""
+        words = "-m pytest -m gpu tests/gpu -q --maxfail=5 --tb=short --no-header --durations=8"
+        code, lines = run(words.split(), self.log, TESTS_SECONDS)
+        self.tests = f"ended after {TESTS_SECONDS} s" if code is None else (lines or ["no output"])[-1]
+        print("\n".join(lines[-60:] if code != 0 else lines[-12:]), flush=True)
+        return code == 0
+
+
+def run(words: Sequence[str], log: Path, seconds: float) -> tuple[int | None, list[str]]:
+    """Runs Python with ``words`` in the repository, its output added to ``log``.
+
+    Gives (exit code, lines of output), or None for the code when it took longer than ``seconds`` and was ended,
+    with every process that it had started.
+    """
+    path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
+    with log.open("a+", encoding="utf-8", errors="replace") as file:
+        file.write(f"$ python {' '.join(words)}\n")
+        file.flush()
+        start = file.tell()
+        process = subprocess.Popen(
+            [sys.executable, *words],
             cwd=ROOT,
-            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)},
+            stdout=file,
             stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            timeout=timeout_seconds,
+            start_new_session=True,
         )
-        code, output = done.returncode, done.stdout
-    except subprocess.TimeoutExpired as error:
-        partial = error.stdout or b""
-        code, output = 124, partial.decode() if isinstance(partial, bytes) else partial
-    with log.open("a", encoding="utf-8") as file:
-        file.write(output)
-    return code, output
+        try:
+            code: int | None = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.poll() is None:  # also when this call itself is interrupted
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        file.seek(start)
+        return code, [line for line in file.read().splitlines() if line.strip()]
 
 
-def run_tests(log: Path) -> tuple[int, str]:
-    """The gpu-marked tests; exit code and pytest's closing line. A failure's report is printed."""
-    words = [
-        "-m",
-        "pytest",
-        "-m",
-        "gpu",
-        "tests/gpu",
-        "-q",
-        "--maxfail=5",
-        "--tb=short",
-        "--no-header",
-        "-p",
-        "no:cacheprovider",
-    ]
-    code, output = run(words, log, timeout_seconds=400)
-    lines = output.strip().splitlines() or ["no output"]
-    if code:
-        print("\n".join(lines[-60:]))
-    return code, lines[-1]
+_NAMES_ERROR = re.compile(r"(\[rank\d+\]: )?[\w.]*(Error|Exception)\b")
+"""Above what torchrun says of a child that failed stands what the child said."""
 
 
-def main() -> int:
-    from record import machine, write_record
+def _reason(lines: list[str]) -> str:
+    """The line that says the most: the last one that names an error, else the last."""
+    named = [line for line in lines if _NAMES_ERROR.match(line) and "ChildFailedError" not in line]
+    return (named or lines or ["no output"])[-1].strip()[:200]
 
+
+def table(outcomes: list[Outcome]) -> str:
+    """A line for each combination that was measured, then one for each case that failed, with its reason."""
+    rows = [["case", *COLUMNS]]
+    for outcome in outcomes:
+        for name in dict.fromkeys(result["case"] for result in outcome.results):
+            values = {r["metric"]: r["value"] for r in outcome.results if r["case"] == name}
+            values.setdefault("RAM, resident", values.get("RAM, taken"))
+            cells = [
+                "" if values.get(metric) is None else form.format(values[metric])
+                for metric, form in COLUMNS.values()
+            ]
+            rows.append([name, *cells])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    names = [row[0].ljust(widths[0]) for row in rows]
+    figures = [[cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)] for row in rows]
+    lines = ["  ".join([name, *cells]) for name, cells in zip(names, figures, strict=True)]
+    return "\n".join([*lines, *(f"FAILED {o.case}: {o.failure}" for o in outcomes if o.failure)])
+
+
+def gpu_names() -> list[str]:
+    """The GPUs that torch sees, asked for in another process: this one must not hold memory of theirs."""
+    code = "import torch; [print(torch.cuda.get_device_name(i)) for i in range(torch.cuda.device_count())]"
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu_check")
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu_check", metavar="FOLDER")
     parser.add_argument("--skip-tests", action="store_true")
-    arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    log = arguments.out / "gpu_check.log"
-    log.unlink(missing_ok=True)
-    worst, rows, results = 0, [], []
-    tests = "not run"
-    if not arguments.skip_tests:
-        worst, tests = run_tests(log)
-    json_file = arguments.out / "case.json"
-    for case in CASES:
-        words = ["benchmarks/throughput.py", *case.split(), "--json", str(json_file)]
-        code, output = run(words, log, timeout_seconds=240)
-        worst = max(worst, code)
-        found = re.search(r"RESULT (.*)", output)
-        rows.append(found.group(1) if found else f"{case}: failed with exit code {code}\n{output[-1500:]}")
-        if json_file.exists():
-            results += json.loads(json_file.read_text(encoding="utf-8"))["results"]
-            json_file.unlink()
-    import torch
-
-    where = machine([torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["no GPU"])
-    write_record(arguments.out / "gpu_check.json", "gpu_check", where, results, tests=tests)
-    print(f"\n{where}\ngpu tests: {tests}")
-    print("\n".join(rows))
-    return worst
+    parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="NAMES")
+    parser.add_argument("--peers", action="store_true", help="the roof, FSDP2 and roundpipe on the same work too")
+    parser.add_argument("--commit", metavar="HASH", help="what is measured, where there is no git to ask")
+    arguments = parser.parse_args(words)
+    cases = choose(arguments.only, arguments.peers)
+    check = Check(arguments.out.resolve(), gpu_names(), arguments.commit or commit())
+    check.folder.mkdir(parents=True, exist_ok=True)
+    check.log.unlink(missing_ok=True)
+    passed = arguments.skip_tests or check.run_tests()
+    check.write()
+    for case in cases:
+        outcome = check.run_case(case)
+        check.write()
+        print(f"{outcome.case}: {outcome.failure or 'done'} ({outcome.seconds:.0f} s)", flush=True)
+    print(f"\n{check.machine}\ncommit {check.commit}; GPU tests: {check.tests}\n{table(check.outcomes)}")
+    return 0 if passed and not any(outcome.failure for outcome in check.outcomes) else 1
 
 
 if __name__ == "__main__":

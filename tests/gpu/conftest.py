@@ -1,0 +1,138 @@
+"""What the GPU tests share: checkpoints, deterministic kernels, graphs that are made once, and late streams."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import engines
+from support.models import tiny_checkpoint
+
+from rpft.engine.cuda import CudaDevice, CudaStream
+from rpft.engine.device import Device
+from rpft.engine.failure import Failure
+from rpft.engine.streams import Delays, Event, Stream
+from rpft.model.functions import LayerFunctions
+
+MakeDevice = Callable[[int], Device]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """checkpoint(family, **config changes) -> folder of a tiny model, made once."""
+    made: dict[Any, Path] = {}
+
+    def make(family: str, **changes: Any) -> Path:
+        key = (family, *sorted(changes.items()))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp(family)
+            tiny_checkpoint(made[key], family, **changes)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread_a_kernel() -> Iterator[None]:
+    """The CPU pool's threads run side by side: kernels on all cores would only wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+
+
+class SharedFunctions:
+    """``LayerFunctions`` of equal models, devices and kernels are one object: a graph is made once a session."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, LayerFunctions] = {}
+        self._skeleton: Any = None
+        self._handed_out = 0
+
+    def __call__(self, skeleton: Any, device: torch.device, dtype: torch.dtype, kernels: Any) -> LayerFunctions:
+        if skeleton is not self._skeleton:
+            self._skeleton, self._handed_out = skeleton, 0
+        model = skeleton.model
+        trained = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+        # By number, since workers that share a device must not share functions.
+        key = (model.config.to_json_string(), trained, str(device), dtype, kernels, self._handed_out)
+        self._handed_out += 1
+        if key not in self._known:
+            self._known[key] = LayerFunctions(skeleton, device, dtype, kernels, deterministic=True)
+        return self._known[key]
+
+
+_SHARED = SharedFunctions()
+
+
+@pytest.fixture(autouse=True)
+def functions_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "LayerFunctions", _SHARED)
+
+
+@pytest.fixture
+def make_device() -> MakeDevice:
+    """Makes worker ``index``; on a machine with fewer GPUs several share one, which the protocol allows."""
+    return lambda index: CudaDevice(index % torch.cuda.device_count(), None)
+
+
+@pytest.fixture
+def make_late() -> Callable[..., MakeDevice]:
+    """make_late(purpose, seed, ...) -> what makes workers whose stream of that purpose is late: ``LateDevice``."""
+
+    def make(purpose: str, seed: int, **how: Any) -> MakeDevice:
+        return lambda index: LateDevice(index % torch.cuda.device_count(), purpose, seed, **how)
+
+    return make
+
+
+class LateDevice(CudaDevice):
+    """One of its streams has a kernel that only spins queued before every task, for cycles drawn from ``seed``.
+
+    2 to 4 million cycles are 1 to 2 ms. Without ``in_order`` no stream waits on the device for another.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        purpose: str,
+        seed: int,
+        cycles: tuple[int, int] = (2_000_000, 4_000_000),
+        in_order: bool = True,
+    ) -> None:
+        super().__init__(index, None)
+        self._late, self._seed, self._cycles, self._in_order = purpose, seed, cycles, in_order
+
+    def stream(self, purpose: str, failure: Failure, delays: Delays) -> Stream:
+        rng = random.Random(f"{self._seed} {self.name} {purpose}")
+        late, cycles = purpose == self._late, self._cycles
+
+        class LateStream(CudaStream):
+            in_order = self._in_order
+
+            def _carry_out(self, task: Callable[[], object], what: str, copied_bytes: int) -> None:
+                if late:
+                    torch.cuda._sleep(rng.randint(*cycles))  # on the thread's current stream, ``native``
+                super()._carry_out(task, what, copied_bytes)
+
+            def _await(self, event: Event) -> None:
+                if self.in_order:
+                    super()._await(event)
+                else:
+                    event.wait_issued(self._failure)
+
+        return LateStream(f"{self.name} {purpose}", failure, delays, self.torch_device, self._clock, None)

@@ -1,0 +1,78 @@
+"""Every wait between CUDA streams is there: whichever stream of a worker is late on the device, no bit changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.engines import plan_of, run_engine
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+STREAMS = ["compute", "weights up", "activations up", "activations down", "gradients down"]
+FORWARD, BACKWARD = [(0, 1), (2, 4)], [(5, 5), (3, 4), (1, 2), (0, 0)]
+WORKERS = 2
+RUNS = {
+    # Two rounds: the first one's sums go up again, and two float32 accumulators take turns.
+    "sums over rounds": (
+        plan_of(FORWARD, BACKWARD, 2, "stage"),
+        {"dtype": torch.float32, "kernels": "trace"},
+    ),
+    # One round: sums leave rounded, from a buffer of their own.
+    "rounded, delayed update": (
+        plan_of(FORWARD, BACKWARD, 4, "layer"),
+        {"dtype": torch.bfloat16, "gradient_dtype": torch.bfloat16, "update_lag": 1, "kernels": "trace"},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def punctual(checkpoint):
+    """punctual(name, make_device) -> the outcome of RUNS[name] with no stream late."""
+    known = {}
+
+    def of(name, make_device):
+        if name not in known:
+            known[name] = run(name, checkpoint, make_device)
+            assert not any(result.skipped for result in known[name].results)
+        return known[name]
+
+    return of
+
+
+def run(name, checkpoint, make_device):
+    plan, settings = RUNS[name]
+    engines = []  # kept, so that no buffer is given back while late work is still to be done on the device
+    outcome = run_engine(
+        checkpoint("qwen3"),
+        plan,
+        WORKERS,
+        make_device=make_device,
+        before_run=lambda engine, optimizer: engines.append(engine),
+        **settings,
+    )
+    for device in engines[0].devices:
+        if device.torch_device.type == "cuda":
+            torch.cuda.synchronize(device.torch_device)
+    return outcome
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_a_stream_that_is_late_on_the_device_changes_no_bit(stream, checkpoint, make_device, make_late, punctual):
+    for seed, name in enumerate(RUNS):
+        late = run(name, checkpoint, make_late(stream, seed))
+        assert punctual(name, make_device).differences(late) == [], name
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_without_waits_on_the_device_a_late_stream_does_change_them(
+    stream, checkpoint, make_device, make_late, punctual
+):
+    """Else the test above would prove nothing."""
+    name = "rounded, delayed update"
+    # Gradients that go down late are harmed by the next slot's, which must be issued meanwhile: 10 ms and more.
+    how = {"cycles": (20_000_000, 30_000_000)} if stream == "gradients down" else {}
+    late = run(name, checkpoint, make_late(stream, 0, in_order=False, **how))
+    assert punctual(name, make_device).differences(late) != []
