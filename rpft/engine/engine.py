@@ -92,7 +92,8 @@ class Engine:
     def settle() -> None:
         """To be called once the first step is done: takes what exists out of the garbage collector's rounds.
 
-        A full round over what a compiler leaves behind holds up every thread for 0.2 s, several times a step.
+        A full round over what a compiler leaves behind holds up every thread, several times a step: see
+        docs/performance.md.
         """
         gc.collect()
         gc.freeze()
@@ -126,6 +127,7 @@ class Engine:
 
     def close(self) -> list[str]:
         """Ends every thread, finishing queued work unless the engine failed; names of threads that did not end."""
+        gc.unfreeze()  # what ``settle`` set aside may be garbage from now on
         streams = self.streams
         for stream in streams:
             stream.close()

@@ -10,6 +10,7 @@ CPU (the optimizer's) has none.
 from __future__ import annotations
 
 import random
+import signal
 import threading
 import time
 from collections import deque
@@ -81,10 +82,17 @@ class EngineThread(threading.Thread):
     """A thread of the engine or the optimizer. A process that still has one must not end in the ordinary way.
 
     torch aborts when the interpreter goes while a thread is inside one of its operations.
+
+    Ctrl-C is for the main thread, which saves the run. A terminal sends it to child processes too: a compiler that
+    a stream has started would die of it, and the run with the compiler. What a thread blocks, its children block.
     """
 
     def __init__(self, target: Callable[[], object], name: str) -> None:
         super().__init__(target=target, name=name, daemon=True)
+
+    def run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        super().run()
 
 
 class Stream:

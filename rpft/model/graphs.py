@@ -66,10 +66,10 @@ class Kernels:
     def call(
         self, name: str, key: Hashable, function: TensorFunction, tensors: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        """``function(*tensors)``. ``name``, ``key`` and the tensors' shapes and dtypes decide which graph runs."""
+        """``function(*tensors)``. ``name``, ``key`` and how the tensors are laid out decide which graph runs."""
         if not self.graphs:
             return function(*tensors)
-        shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+        layouts = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
 
         def make() -> TensorFunction:
             try:
@@ -78,7 +78,7 @@ class Kernels:
                 self.report(name, reason)
                 return function
 
-        return self.once((name, key, shapes), make)(*tensors)
+        return self.once((name, key, layouts), make)(*tensors)
 
     def report(self, what: str, reason: Exception) -> None:
         """Says once that ``what`` runs as torch runs it."""
@@ -100,6 +100,9 @@ class Kernels:
         try:
             with fake, self._attention(), _quiet():
                 module = make_fx(function, tracing_mode="real")(*inputs)
+                if _writes_into_own_tensors(module.graph):
+                    module = make_fx(torch.func.functionalize(module), tracing_mode="real")(*inputs)
+                    _add_in_place_again(module.graph)
         except Exception as error:  # torch and the model raise many kinds for "depends on a value"
             raise Untraceable(f"{type(error).__name__}: {error}") from error
         module.graph.eliminate_dead_code()
@@ -111,6 +114,7 @@ class Kernels:
     def compile(self, module: fx.GraphModule, tensors: Sequence[torch.Tensor]) -> TensorFunction:
         """``module`` ready to be called with tensors like ``tensors``, from any thread."""
         if self.kind == "trace":
+            _view_whatever_strides(module)
             return module
         from torch._inductor import standalone_compile
 
@@ -119,7 +123,7 @@ class Kernels:
         return standalone_compile(module, list(tensors), dynamic_shapes="from_example_inputs")
 
     def _attention(self) -> AbstractContextManager[Any]:
-        """Which attention kernel a trace holds: on Hopper cuDNN's, faster than flash attention by 10 to 30%."""
+        """Which attention kernel a trace holds: on Hopper cuDNN's, which is faster there than flash attention."""
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         if self._device.type != "cuda" or self._deterministic or torch.version.hip is not None:
@@ -282,6 +286,34 @@ def _argument(node: fx.Node, name: str, default: Any) -> Any:
     """What ``node`` gives for the argument ``name`` of its operation."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}.get(name, default)
+
+
+def _writes_into_own_tensors(graph: fx.Graph) -> bool:
+    """Whether an operation writes into a tensor that the graph has made itself, which ties its parts together."""
+    return any(_writes(node) and node.args[0].op != "placeholder" for node in graph.nodes)  # type: ignore[union-attr]
+
+
+def _add_in_place_again(graph: fx.Graph) -> None:
+    """Makes ``total.add_(value)`` again of what functionalising leaves of it: ``total.copy_(total + value)``."""
+    for copy in list(graph.nodes):
+        if copy.target is not torch.ops.aten.copy_.default:
+            continue
+        total, added = copy.args
+        if added.target is not torch.ops.aten.add.Tensor or added.args[0] is not total or len(added.users) > 1:
+            continue
+        with graph.inserting_before(copy):
+            again = graph.call_function(torch.ops.aten.add_.Tensor, added.args, added.kwargs)
+        again.meta["val"] = total.meta["val"]
+        copy.replace_all_uses_with(again)
+        graph.erase_node(copy)
+
+
+def _view_whatever_strides(module: fx.GraphModule) -> None:
+    """Lets a view copy where it must: some kernels lay out their results otherwise than tensors without data tell."""
+    for node in module.graph.nodes:
+        if node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default
+    module.recompile()
 
 
 def _writes(node: fx.Node) -> bool:

@@ -131,6 +131,7 @@ def read_state(path: Path) -> TrainState:
     if data.pop("version") != CHECKPOINT_VERSION:
         raise UserError(f"{path}: written by another version of rpft, whose checkpoints this one cannot read")
     del data["sizes"]
+    data["run"].setdefault("engine", {"host_gradients": "float32"})  # before there was a choice
     return TrainState(**data)
 
 
