@@ -12,7 +12,7 @@ from rpft.engine.slot import HostBatch, Slot, SlotKind, Task
 from rpft.engine.streams import Stream
 from rpft.model.blocks import Kept, Weights
 from rpft.model.functions import DeviceBatch, LayerFunctions
-from rpft.model.layout import LayerLayout
+from rpft.model.layout import Binding, LayerLayout
 from rpft.plan.plan import Stage
 from rpft.plan.sizes import region_starts
 
@@ -59,12 +59,13 @@ class SlotRun:
         layouts: list[LayerLayout],
         first_trained: int,
         keep_bytes_per_token: int,
+        resident: dict[int, torch.Tensor],
         device_batch: Callable[[HostBatch], DeviceBatch],
     ) -> None:
         """``buffer``: the device's weight buffer, uint8. For the rest see ``Worker``."""
         self._slot, self._buffer, self._functions, self._layouts = slot, buffer, functions, layouts
         self._first_trained, self._device_batch = first_trained, device_batch
-        self._keep_bytes_per_token = keep_bytes_per_token
+        self._keep_bytes_per_token, self._resident = keep_bytes_per_token, resident
         self._starts = region_starts(layouts, slot.stage)
         self._weights: dict[int, Weights] = {}
         self._sums: dict[int, Weights] = {}
@@ -75,12 +76,19 @@ class SlotRun:
         training = self._slot.kind is not SlotKind.LOSS and self._slot.tasks[0].key is not None
         self._functions.train(training)
         for layer in self._slot.stage.layers:
-            start = self._starts[layer][0]
-            # `data`: a module that sets a weight to itself (peft does) must not count as writing the others.
             self._weights[layer] = {
-                binding.name: binding.view_in(self._buffer, start + binding.byte_offset).data
-                for binding in self._layouts[layer].bindings
+                binding.name: self._place(layer, binding) for binding in self._layouts[layer].bindings
             }
+
+    def _place(self, layer: int, binding: Binding) -> torch.Tensor:
+        layout, stays = self._layouts[layer], self._resident.get(layer)
+        if stays is not None and layout.is_frozen(binding):
+            tensor = binding.view_in(stays, binding.byte_offset - layout.frozen_start)
+        else:
+            tensor = binding.view_in(self._buffer, self._starts[layer][0] + binding.byte_offset)
+        return (
+            tensor.data
+        )  # a module that sets a weight to itself (peft does) must not count as writing the others
 
     def take_accumulator(self, flat: torch.Tensor) -> None:
         """Points every trained tensor's running sum into ``flat``, the worker's float32 accumulator."""

@@ -284,7 +284,12 @@ class Controller:
         weights = []
         for layer in stage.layers:
             for piece in self._layouts[layer].weight_pieces:
-                source = self._store.layers[piece.layer].weights[piece.start : piece.stop]
+                stop = piece.stop
+                if layer in self._plan.resident and piece.layer == layer:
+                    stop = self._layouts[layer].frozen_start
+                source = self._store.layers[piece.layer].weights[piece.start : stop]
+                if source.numel() == 0:
+                    continue
                 weights.append(
                     WeightCopy(source, starts[layer][0] + piece.region_offset, self._weights.written[piece.layer])
                 )

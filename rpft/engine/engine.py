@@ -55,6 +55,7 @@ class Engine:
         dtype = functions[0].dtype
         boundary_bytes = max_tokens * hidden_size * dtype.itemsize
         sizes = worker_sizes(layouts, plan, boundary_bytes, store.gradient_dtype, max_tokens)
+        resident = {i: store.layers[i].weights[layouts[i].frozen_start :] for i in plan.resident}
         first_trained = next(layout.layer for layout in layouts if layout.grad_elements)
         self._workers = [
             Worker(
@@ -64,6 +65,7 @@ class Engine:
                 first_trained,
                 sizes,
                 plan.keep_bytes_per_token,
+                resident,
                 failure,
                 delays,
             )

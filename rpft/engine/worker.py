@@ -41,12 +41,14 @@ class Worker:
         first_trained: int,
         sizes: WorkerSizes,
         keep_bytes_per_token: int,
+        resident: dict[int, torch.Tensor],
         failure: Failure,
         delays: Delays,
     ) -> None:
         """``first_trained``: the lowest layer with trained parameters; no gradient goes below it.
 
-        ``keep_bytes_per_token``: see ``Plan``.
+        ``keep_bytes_per_token``: see ``Plan``. ``resident``: layer to its frozen weights on the host, of layers
+        whose frozen weights stay here; they are brought up now.
         """
         self.device = device
         self._functions, self._layouts, self._first_trained = functions, layouts, first_trained
@@ -72,6 +74,9 @@ class Worker:
         self._input_ring = ring(sizes.boundary_bytes)
         self._grad_input_ring = ring(sizes.boundary_bytes)
         self._kept_ring = ring(sizes.kept_bytes)
+        self._resident = {
+            layer: device.allocate(source.numel()).copy_(source) for layer, source in resident.items()
+        }
         self._batches: dict[HostBatch, DeviceBatch] = {}
 
     @property
@@ -95,6 +100,7 @@ class Worker:
             self._layouts,
             self._first_trained,
             self._keep_bytes_per_token,
+            self._resident,
             self._device_batch,
         )
         self._compute.run(run.begin, f"{slot} begin")

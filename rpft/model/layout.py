@@ -111,6 +111,21 @@ class LayerLayout:
     grad_elements: int
     """Elements of the layer's gradient: own, then borrowed."""
 
+    @property
+    def frozen_start(self) -> int:
+        """Where the layer's own frozen tensors begin in its host buffer, in bytes; its end where there are none."""
+        frozen = (offset for spec, offset in self.own.values() if not spec.trained)
+        return min(frozen, default=self.host_bytes)
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Bytes of the layer's own frozen tensors."""
+        return self.host_bytes - self.frozen_start
+
+    def is_frozen(self, binding: Binding) -> bool:
+        """Whether ``binding`` is one of the layer's own frozen tensors."""
+        return self.frozen_start <= binding.byte_offset < self.host_bytes
+
 
 @dataclass(frozen=True)
 class Borrow:

@@ -81,7 +81,7 @@ def make_bill(plan: Plan, layouts: list[LayerLayout], work: Workload) -> Bill:
         "process": _PROCESS_BYTES,
     }
     buffers = worker_sizes(layouts, plan, boundary, work.gradient_dtype, max_tokens).total_bytes
-    device = {"weight, gradient and hidden-state buffers": buffers}
+    device = {"weight, gradient and hidden-state buffers, and frozen weights that stay": buffers}
     if work.profiles is None:
         device |= _estimated_activations(plan, layouts, work)
     else:

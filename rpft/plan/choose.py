@@ -15,6 +15,9 @@ from rpft.plan.partition import balanced_plan, improved
 from rpft.plan.plan import Plan
 from rpft.plan.simulate import ASSUMED_RATES, Rates, StepShape, step_seconds
 
+_FILLED_WITH_RESIDENTS = 0.95
+"""Share of the device memory up to which frozen weights may stay: the allocator's fragments need some too."""
+
 _WORTH_KEEPING = 0.005
 """Share of a step that keeping more must save."""
 
@@ -61,9 +64,9 @@ def choose_plan(
     for grain in grains:
         plan = balanced_plan(costs, num_workers, num_microbatches, rounds, grain, fits, seconds)
         if plan is not None and recompute == "auto" and work.profiles is not None:
-            return _keeping_more(plan, layouts, work, num_workers, rounds, fits, rates)
+            plan = _keeping_more(plan, layouts, work, num_workers, rounds, fits, rates)
         if plan is not None:
-            return plan
+            return plan if vram_bytes is None else _with_residents(plan, layouts, work, vram_bytes)
     smallest = "layer" if recompute == "auto" else recompute
     plan = balanced_plan(costs, num_workers, num_microbatches, rounds, smallest, _has_smallest_stages)
     assert plan is not None
@@ -106,6 +109,17 @@ def _keeping_more(
     # What is kept fills RAM and link: it must be worth something.
     least = min(found.values()) * (1 + _WORTH_KEEPING)
     return min((p for p in found if found[p] <= least), key=lambda p: p.keep_bytes_per_token)
+
+
+def _with_residents(plan: Plan, layouts: list[LayerLayout], work: Workload, vram_bytes: int) -> Plan:
+    """``plan`` with frozen weights that stay on the workers, as many as fit; those first that go up most often."""
+    often = [layout for layout in layouts if layout.frozen_bytes]
+    often.sort(key=lambda layout: (layout.layer >= plan.fused.first, layout.layer))
+    for layout in often:
+        more = replace(plan, resident=(*plan.resident, layout.layer))
+        if make_bill(more, layouts, work).device <= _FILLED_WITH_RESIDENTS * vram_bytes:
+            plan = more
+    return plan
 
 
 def _has_smallest_stages(plan: Plan) -> bool:

@@ -43,6 +43,8 @@ class Plan:
     """stage: a backward stage keeps its first layer's input; layer: every layer's input is kept."""
     keep_bytes_per_token: int = 0
     """With recompute by layer: what a block's forward keeps beside its input, so that less is recomputed."""
+    resident: tuple[int, ...] = ()
+    """Layers whose frozen weights every worker holds all the time, and which are uploaded without them."""
 
     @property
     def fused(self) -> Stage:
@@ -79,6 +81,7 @@ class Plan:
                 "num_microbatches": self.num_microbatches,
                 "recompute": self.recompute,
                 "keep_bytes_per_token": self.keep_bytes_per_token,
+                "resident": list(self.resident),
             },
             indent=1,
         )
@@ -93,6 +96,8 @@ def _partition_fault(plan: Plan, num_layers: int) -> str | None:
         return f"`recompute` is {plan.recompute!r}; it must be stage or layer"
     if plan.keep_bytes_per_token < 0 or (plan.keep_bytes_per_token and plan.recompute != "layer"):
         return f"`keep_bytes_per_token` is {plan.keep_bytes_per_token}; it needs `recompute` layer, and at least 0"
+    if any(not 0 <= layer < num_layers for layer in plan.resident):
+        return f"`resident` is {list(plan.resident)}; the model has layers 0 to {num_layers - 1}"
     fused = plan.fused
     if fused.last != num_layers - 1:
         return (
@@ -122,6 +127,7 @@ def read_plan(path: Path) -> Plan:
             int(data["num_microbatches"]),
             str(data["recompute"]),
             int(data.get("keep_bytes_per_token", 0)),
+            tuple(int(layer) for layer in data.get("resident", [])),
         )
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such plan file (recipe key engine.plan)") from error

@@ -104,13 +104,17 @@ class _Run:
         for stage in plan.backward:
             ready = self._slot(stage, sum(costs[i].with_recompute for i in stage.layers), ready, backward=True)
 
+    def _uploaded_bytes(self, layer: int) -> int:
+        layout = self.shape.layouts[layer]
+        return layout.region_bytes - (layout.frozen_bytes if layer in self.plan.resident else 0)
+
     def _copied_beside_update(self) -> list[float]:
         """For each layer, what the next forward copies to and from the host while an exact update goes on."""
         copied = [0.0] * len(self.shape.layouts)
         for stage in self.plan.forward:
             carried = self._carried_bytes(stage) * self.plan.num_microbatches
             for layer in stage.layers:
-                copied[layer] = carried / len(stage.layers) + self.shape.layouts[layer].region_bytes
+                copied[layer] = carried / len(stage.layers) + self._uploaded_bytes(layer)
         return copied
 
     def _carried_bytes(self, stage: Stage) -> int:
@@ -129,7 +133,7 @@ class _Run:
         for layer in stage.layers:
             sources = [piece.layer for piece in shape.layouts[layer].weight_pieces]
             up = max([up, *(self.written[source] for source in sources)])
-            up += shape.layouts[layer].region_bytes / rates.up
+            up += self._uploaded_bytes(layer) / rates.up
             for source in sources:
                 self.last_upload[source] = max(self.last_upload[source], up)
         worker.weights_up = up

@@ -22,15 +22,18 @@ class WorkerSizes:
     """Of the host gradients."""
     kept_bytes: int
     """What a block's forward keeps for one microbatch beside its input."""
+    resident_bytes: int
+    """Frozen weights that stay."""
 
     @property
     def total_bytes(self) -> int:
-        """Device memory of all fixed buffers, two of each: one in use, one on its way.
+        """Device memory of all fixed buffers: two of each, one in use, one on its way; and of what stays.
 
         Of gradients that are rounded on their way the one in use is float32, the one on its way is not.
         """
         gradients = self.gradient_elements * (4 + self.gradient_dtype.itemsize)
-        return 2 * self.weight_bytes + gradients + 4 * self.boundary_bytes + 2 * self.kept_bytes
+        twice = self.weight_bytes + 2 * self.boundary_bytes + self.kept_bytes
+        return 2 * twice + gradients + self.resident_bytes
 
 
 def region_starts(layouts: list[LayerLayout], stage: Stage) -> dict[int, tuple[int, int]]:
@@ -57,4 +60,5 @@ def worker_sizes(
         boundary_bytes=boundary_bytes,
         gradient_dtype=gradient_dtype,
         kept_bytes=plan.keep_bytes_per_token * max_tokens,
+        resident_bytes=sum(layouts[layer].frozen_bytes for layer in plan.resident),
     )

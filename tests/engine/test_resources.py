@@ -1,5 +1,6 @@
 """Memory and threads: a worker holds exactly what the plan says, and nothing grows with the steps."""
 
+import gc
 import threading
 
 import pytest
@@ -60,6 +61,18 @@ def test_fifty_steps_take_no_more_threads_and_no_more_boundaries_than_three(upda
     assert len(threads) == 1
     assert many.boundary_buffers == few.boundary_buffers
     assert not many.results[-1].skipped
+
+
+def test_what_is_set_aside_during_a_run_is_collected_again_after_it(checkpoint):
+    set_aside = []
+
+    def settle(engine, optimizer):
+        engine.settle()
+        set_aside.append(gc.get_freeze_count())
+
+    run_engine(checkpoint("llama"), PLANS["small stages"], steps=1, before_run=settle)
+    assert set_aside[0] > 0
+    assert gc.get_freeze_count() == 0
 
 
 def test_rows_of_another_length_use_the_same_buffers(checkpoint):
