@@ -104,7 +104,7 @@ def _keeping_more(
         if fits(other):
             seconds = partial(step_seconds, shape=shape, rates=rates)
             known = {other: seconds(other)}
-            best = improved(other, known, fits, seconds)
+            best = improved(other, known, fits, seconds, rounds)
             found[best] = known[best]
     # What is kept fills RAM and link: it must be worth something.
     least = min(found.values()) * (1 + _WORTH_KEEPING)

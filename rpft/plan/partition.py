@@ -24,7 +24,8 @@ _STARTS = 8
 
 _WORTH_A_MOVE = 1e-4
 _MOST_TRIALS = 3000
-"""Plans looked at: a few seconds."""
+_MOST_EVENTS = 1_500_000
+"""Plans looked at, and microbatches of stages in all of them: a few seconds."""
 
 
 def makespan(slot_times: Sequence[float], num_workers: int, num_microbatches: int, rounds: int) -> float:
@@ -80,18 +81,23 @@ def balanced_plan(
     if seconds is None:
         return min((plan for plan in candidates if candidates[plan] <= close), key=lambda plan: plan.num_slots)
     for plan in sorted(candidates, key=lambda plan: candidates[plan])[:_STARTS]:
-        improved(plan, candidates, fits, seconds)
+        improved(plan, candidates, fits, seconds, rounds)
     return min(candidates, key=lambda plan: candidates[plan])
 
 
 def improved(
-    plan: Plan, known: dict[Plan, float], fits: Callable[[Plan], bool], seconds: Callable[[Plan], float]
+    plan: Plan,
+    known: dict[Plan, float],
+    fits: Callable[[Plan], bool],
+    seconds: Callable[[Plan], float],
+    rounds: int,
 ) -> Plan:
-    """``plan`` with its cuts moved, one at a time, for as long as that makes a step shorter.
+    """``plan`` with its cuts moved, one at a time, for as long as that makes a step of ``rounds`` shorter.
 
     ``known`` has the seconds of plans that were looked at, ``plan`` among them, and gets those of more.
     """
-    while len(known) < _MOST_TRIALS:
+    most = min(_MOST_TRIALS, _MOST_EVENTS // (2 * plan.num_layers * plan.num_microbatches * rounds))
+    while len(known) < most:
         tried = list(_neighbours(plan))
         for other in tried:
             if other not in known:
