@@ -46,15 +46,18 @@ def train(
 
     settings = load_recipe(recipe, overrides or [])
     _set_up(settings)
-    from rpft.train.loop import Interrupted, Trainer, find_checkpoint
+    from rpft.train.loop import Interrupted, Trainer, find_checkpoint, refuse_unless_same_run
     from rpft.train.prepare import prepare
 
+    wanted = resume or settings.train.resume_from_checkpoint
+    checkpoint = None if dry_run else find_checkpoint(settings, wanted)
     prepared = prepare(settings, typer.echo)
     if dry_run:
         for line in describe(prepared):
             typer.echo(line)
         return
-    checkpoint = find_checkpoint(prepared, resume or settings.train.resume_from_checkpoint)
+    if checkpoint is not None:
+        refuse_unless_same_run(prepared, checkpoint)
     _write_inputs(prepared)
     from rpft.console import make_reporter
 

@@ -309,7 +309,7 @@ def _add_in_place_again(graph: fx.Graph) -> None:
 
 
 def _view_whatever_strides(module: fx.GraphModule) -> None:
-    """Lets a view copy where it must: some kernels lay out their results otherwise than tensors without data tell."""
+    """Lets a view copy where it must: some kernels lay out their results otherwise than a trace expects."""
     for node in module.graph.nodes:
         if node.target is torch.ops.aten.view.default:
             node.target = torch.ops.aten.reshape.default

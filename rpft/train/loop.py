@@ -33,6 +33,7 @@ from rpft.model.verify import verify_head
 from rpft.optim.adamw import AdamW
 from rpft.optim.host_optimizer import HostOptimizer
 from rpft.optim.schedule import Schedule
+from rpft.recipe.schema import Recipe
 from rpft.train.checkpoint import CheckpointFolder, TrainState, read_state, refuse_another_run, restore
 from rpft.train.kernels import optimizer_kernels
 from rpft.train.metrics import EvalRecord, MetricsFile, StepRecord
@@ -102,7 +103,7 @@ class Trainer:
         self._delayed = recipe.optimizer.update == "delayed"
         self.output_dir = Path(recipe.output_dir)
         self._metrics = MetricsFile(self.output_dir)
-        self._checkpoints = _checkpoints(prepared)
+        self._checkpoints = _checkpoints(recipe)
         self._run = run_identity(prepared)
         self._state = TrainState(0, 0, 0, None, None, self._run)
         self._failure = Failure()
@@ -306,7 +307,7 @@ class Trainer:
 
     def _save_result(self) -> Path:
         prepared = self._prepared
-        folder = _result_folder(prepared)
+        folder = _result_folder(self._recipe)
         save_result(
             folder, prepared.skeleton, self._store, prepared.config, self._data.tokenizer, prepared.peft_model
         )
@@ -351,33 +352,38 @@ class Trainer:
         self._optimizer.join(5.0)
 
 
-def _checkpoints(prepared: Prepared) -> CheckpointFolder:
-    settings = prepared.recipe.checkpoint
-    return CheckpointFolder(Path(prepared.recipe.output_dir), settings.keep_last, settings.keep_best)
+def _checkpoints(recipe: Recipe) -> CheckpointFolder:
+    settings = recipe.checkpoint
+    return CheckpointFolder(Path(recipe.output_dir), settings.keep_last, settings.keep_best)
 
 
-def _result_folder(prepared: Prepared) -> Path:
-    return Path(prepared.recipe.output_dir) / ("model" if prepared.peft_model is None else "adapter")
+def _result_folder(recipe: Recipe) -> Path:
+    return Path(recipe.output_dir) / ("model" if recipe.adapter is None else "adapter")
 
 
-def find_checkpoint(prepared: Prepared, wanted: bool | str) -> Path | None:
+def find_checkpoint(recipe: Recipe, wanted: bool | str) -> Path | None:
     """The checkpoint to resume from: ``True`` the newest, a path that one, ``False`` none.
 
-    Refused are a checkpoint of another run, and a new run in a directory which holds one already, so that nothing
-    is lost.
+    Refused is a new run in a directory which holds one already, so that nothing is lost. To be called before
+    ``prepare``, which takes minutes where layers are compiled and measured.
     """
-    output_dir = Path(prepared.recipe.output_dir)
+    output_dir = Path(recipe.output_dir)
     if wanted:
-        path = _checkpoints(prepared).newest() if wanted is True else Path(wanted)
-        refuse_another_run(path, read_state(path), run_identity(prepared))
+        path = _checkpoints(recipe).newest() if wanted is True else Path(wanted)
+        read_state(path)
         return path
     if MetricsFile(output_dir).path.exists():
         raise UserError(
             f"output_dir {output_dir} already holds a run: give --resume to go on with it, or another output_dir"
         )
-    result = _result_folder(prepared)
+    result = _result_folder(recipe)
     if result.exists():
         raise UserError(
             f"output_dir {output_dir} holds {result.name}/, which the result would replace: give another"
         )
     return None
+
+
+def refuse_unless_same_run(prepared: Prepared, checkpoint: Path) -> None:
+    """UserError where ``checkpoint`` is of another run than ``prepared``."""
+    refuse_another_run(checkpoint, read_state(checkpoint), run_identity(prepared))

@@ -1,5 +1,6 @@
 """Streams run their tasks in order, events order them across, delays replay from a seed, rings take turns."""
 
+import subprocess
 import threading
 
 import pytest
@@ -34,6 +35,16 @@ def test_what_stands_behind_a_wait_runs_after_what_stands_before_the_mark(pair):
     gate.set()
     done.synchronize(failure)
     assert seen == ["a", "b"]
+
+
+def test_a_child_process_of_a_stream_outlives_an_interrupt_meant_for_the_main_thread(pair):
+    """A terminal sends Ctrl-C to every process of the group: to the compilers that a stream has started, too."""
+    a, _, failure = pair
+    said = []
+    command = ["sh", "-c", "kill -INT $$; echo alive"]
+    a.run(lambda: said.append(subprocess.run(command, capture_output=True, text=True).stdout), "a child")
+    a.record(Event()).synchronize(failure)
+    assert said == ["alive\n"]
 
 
 def test_tasks_queued_before_close_are_done(pair):

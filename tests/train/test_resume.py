@@ -75,6 +75,23 @@ def test_gradients_of_another_precision_on_resume_are_refused(runs):
     assert "engine.host_gradients was bfloat16 and is float32" in ran.err
 
 
+def test_a_checkpoint_from_before_gradients_could_be_rounded_goes_on_with_float32_ones(runs, monkeypatch):
+    made, unbroken = runs("full bfloat16")
+    with monkeypatch.context() as patch:
+        crash_at(3, patch)
+        assert made.train("older", "checkpoint.every_steps=2").code == 1
+    state = made.folder / "older" / "checkpoints" / "step-00000002" / "state.json"
+    older = json.loads(state.read_text())
+    del older["run"]["engine"]
+    state.write_text(json.dumps(older))
+    refused = made.train("older", "checkpoint.every_steps=2", "--resume", "engine.host_gradients=auto")
+    assert refused.code == 2
+    assert "engine.host_gradients was float32 and is bfloat16" in refused.err
+    resumed = made.train_well("older", "checkpoint.every_steps=2", "--resume")
+    assert resumed.numbers == unbroken.numbers
+    assert resumed.result == unbroken.result
+
+
 TEN_ROWS = {"train": {"gradient_accumulation_steps": 2, "num_epochs": 3, "max_steps": None, "learning_rate": 3e-3}}
 
 
@@ -115,6 +132,15 @@ def test_train_resume_from_checkpoint_goes_on_from_the_newest_or_a_given_one(ten
         again = made.train_well("twice", f"train.resume_from_checkpoint={value}")
         assert again.numbers == unbroken.numbers
         assert again.result == unbroken.result
+
+
+@pytest.mark.parametrize(("output", "words"), [("unbroken", []), ("nothing there", ["--resume"])])
+def test_an_output_directory_that_will_not_do_is_refused_before_anything_is_measured(
+    output, words, ten_rows, monkeypatch
+):
+    made, _ = ten_rows
+    monkeypatch.setattr("rpft.train.prepare.prepare", lambda *_: pytest.fail("prepared a run that is refused"))
+    assert made.train(output, *words).code == 2
 
 
 @pytest.mark.parametrize("words", [["--resume"], ["train.resume_from_checkpoint=true"]], ids=str)
