@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,9 +45,10 @@ class BlockCall:
 
     @cached_property
     def signature(self) -> tuple[Any, ...]:
-        """What of the call decides a graph: shapes and dtypes of tensors, and everything else by value."""
+        """What of the call decides a graph: how its tensors are laid out, and everything else by value."""
         leaves = tuple(
-            (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in self._flat[0]
+            (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)
+            for leaf in self._flat[0]
         )
         return leaves, repr(self._flat[1])
 
@@ -88,16 +89,18 @@ class EagerKept:
 
 
 class GraphKept(NamedTuple):
-    """A backward graph with its inputs, short of the gradient and the sums."""
+    """The inputs of a backward graph, short of the gradient and the sums."""
 
-    graph: TensorFunction
+    graph_for: Callable[[list[torch.Tensor]], TensorFunction]
+    """Gives the graph for tensors like these, made from them where it is not there yet."""
     inputs: list[torch.Tensor]
     trained: tuple[str, ...]
 
     def backward(self, grad: torch.Tensor, sums: Weights) -> torch.Tensor | None:
         """See ``Kept``."""
+        tensors = [*self.inputs, grad, *(sums[name] for name in self.trained)]
         with torch.no_grad():
-            result = self.graph(*self.inputs, grad, *(sums[name] for name in self.trained))
+            result = self.graph_for(tensors)(*tensors)
         return result[0] if len(result) else None
 
 
@@ -222,17 +225,15 @@ class Block:
         budget: float,
         values: list[torch.Tensor],
     ) -> GraphKept:
-        inputs = [*at.data, *values]
         trained = tuple(name for name in weights if name in self.trained)
 
-        def make() -> TensorFunction:
-            hidden = at.data[0]
-            sums = [torch.empty(weights[name].shape, device=hidden.device) for name in trained]
-            graph = joint.backward(joint.keep(budget))
-            return self._kernels.compile(graph, [*inputs, torch.empty_like(hidden), *sums])
+        def graph_for(tensors: list[torch.Tensor]) -> TensorFunction:
+            return self._kernels.once(
+                ("backward", at.key, with_grad_hidden, budget, tensors[-1 - len(trained)].stride()),
+                lambda: self._kernels.compile(joint.backward(joint.keep(budget)), tensors),
+            )
 
-        graph = self._kernels.once(("backward", at.key, with_grad_hidden, budget), make)
-        return GraphKept(graph, inputs, trained)
+        return GraphKept(graph_for, [*at.data, *values], trained)
 
     def _kept_layout(self, at: _At, joint: JointGraph, with_grad_hidden: bool, budget: float) -> KeptLayout:
         def make() -> KeptLayout:
@@ -252,7 +253,8 @@ class Block:
     def _at(self, hidden: torch.Tensor, weights: Weights, call: BlockCall, place: int | None) -> _At | None:
         """The block as a function of tensors; None where how many dropouts it draws depends on values."""
         names = tuple(weights)
-        key = (self._name, hidden.shape, hidden.dtype, names, call.signature, self._template.training)
+        laid_out = (hidden.shape, hidden.stride(), hidden.dtype)
+        key = (self._name, laid_out, names, call.signature, self._template.training)
         draws = 0
         if place is not None and self._template.training:
             draws = self._kernels.once(("draws", key), lambda: self._count_draws(hidden, weights, call))

@@ -113,7 +113,7 @@ class LayerLayout:
 
     @property
     def frozen_start(self) -> int:
-        """Where the layer's own frozen tensors begin in its host buffer, in bytes; its end where there are none."""
+        """Where the layer's own frozen tensors begin in its host buffer, in bytes; its end if there are none."""
         frozen = (offset for spec, offset in self.own.values() if not spec.trained)
         return min(frozen, default=self.host_bytes)
 

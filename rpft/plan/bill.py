@@ -80,8 +80,11 @@ def make_bill(plan: Plan, layouts: list[LayerLayout], work: Workload) -> Bill:
         "kept for the backward": kept_blocks * plan.num_microbatches * plan.keep_bytes_per_token * max_tokens,
         "process": _PROCESS_BYTES,
     }
-    buffers = worker_sizes(layouts, plan, boundary, work.gradient_dtype, max_tokens).total_bytes
-    device = {"weight, gradient and hidden-state buffers, and frozen weights that stay": buffers}
+    sizes = worker_sizes(layouts, plan, boundary, work.gradient_dtype, max_tokens)
+    device = {
+        "weight, gradient and hidden-state buffers": sizes.total_bytes - sizes.resident_bytes,
+        "frozen weights that stay": sizes.resident_bytes,
+    }
     if work.profiles is None:
         device |= _estimated_activations(plan, layouts, work)
     else:

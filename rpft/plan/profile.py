@@ -41,15 +41,27 @@ class LayerProfile:
 
 
 def measure_layers(
-    functions: LayerFunctions, layouts: list[LayerLayout], rows: int, sequence: int, vocabulary: int
+    functions: LayerFunctions,
+    layouts: list[LayerLayout],
+    rows: int,
+    sequence: int,
+    vocabulary: int,
+    *,
+    dropout: bool = False,
+    packed: bool = False,
 ) -> list[LayerProfile]:
     """A profile a layer, with random weights and tokens on the device of ``functions``; bytes only on CUDA.
 
     Blocks of one kind are measured once. Every token is trained, which is the most that a microbatch can ask for.
+    ``dropout``: whether the model draws any; ``packed``: whether lines hold several rows and so need a mask.
     """
     device = functions.device
     ids = torch.randint(0, vocabulary, (rows, sequence), device=device)
-    batch = DeviceBatch(ids, None, torch.arange(rows * sequence, device=device), ids.flatten())
+    positions = (
+        torch.arange(sequence, device=device).remainder(max(1, sequence // 2)).expand(rows, -1).contiguous()
+    )
+    scored = torch.arange(rows * sequence, device=device)
+    batch = DeviceBatch(ids, positions if packed else None, scored, ids.flatten())
     functions.train(True)
     hidden_size = functions.hidden_size
     hidden = torch.randn(rows, sequence, hidden_size, device=device, dtype=functions.dtype)
@@ -59,7 +71,7 @@ def measure_layers(
         for layout in layouts:
             kind = functions.kind_of(layout.layer)
             if kind not in known:
-                known[kind] = _measure_layer(functions, layout, hidden, batch)
+                known[kind] = _measure_layer(functions, layout, hidden, batch, 0 if dropout else None)
             profiles.append(known[kind])
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -77,7 +89,7 @@ def measure_link(device: torch.device, allocate_host: Callable[[int], torch.Tens
 
 
 def _measure_layer(
-    functions: LayerFunctions, layout: LayerLayout, hidden: torch.Tensor, batch: DeviceBatch
+    functions: LayerFunctions, layout: LayerLayout, hidden: torch.Tensor, batch: DeviceBatch, key: int | None
 ) -> LayerProfile:
     layer, device = layout.layer, functions.device
     buffer = torch.empty(layout.region_bytes // 2, dtype=torch.bfloat16, device=device)
@@ -89,17 +101,17 @@ def _measure_layer(
     if layer == functions.num_blocks + 1:
 
         def loss() -> object:
-            return functions.head.loss_and_gradients(hidden, weights, batch, sums, None)
+            return functions.head.loss_and_gradients(hidden, weights, batch, sums, key)
 
         seconds = _seconds(device, loss)
         return LayerProfile(seconds / 4, seconds, 0, _peak_bytes(device, loss))
     given = None if layer == 0 else hidden
 
     def forward() -> object:
-        return functions.forward(layer, given, weights, batch, None)
+        return functions.forward(layer, given, weights, batch, key)
 
     def keep(with_output: bool = True) -> tuple[torch.Tensor | None, Kept]:
-        return functions.keep(layer, given, weights, batch, None, trained, layer > 0, with_output)
+        return functions.keep(layer, given, weights, batch, key, trained, layer > 0, with_output)
 
     def backward() -> object:
         return keep(with_output=False)[1].backward(grad, sums)

@@ -18,7 +18,7 @@ from rpft.model.checkpoint import Checkpoint, read_config, resolve_checkpoint
 from rpft.model.functions import LayerFunctions
 from rpft.model.layers import build_layers
 from rpft.model.layout import LayerLayout
-from rpft.model.skeleton import Skeleton, build_model, cut
+from rpft.model.skeleton import Skeleton, build_model, cut, has_dropout
 from rpft.model.verify import verify_packing
 from rpft.plan.bill import (
     Bill,
@@ -106,7 +106,8 @@ def prepare(recipe: Recipe, say: Say = lambda line: None) -> Prepared:
     profiles = None
     if kernels.graphs and devices[0].torch_device.type == "cuda":
         rows = recipe.train.micro_batch_size
-        profiles = measure(functions[0], layouts, shape.vocab_size, rows, data.longest, say)
+        dropout, packed = has_dropout(skeleton.model), recipe.data.packing
+        profiles = measure(functions[0], layouts, shape.vocab_size, rows, data.longest, dropout, packed, say)
     work = Workload(
         shape,
         recipe.train.micro_batch_size * data.longest,
@@ -190,13 +191,20 @@ def _rounds(recipe: Recipe, given: Plan | None, dtype: torch.dtype) -> tuple[int
 
 
 def measure(
-    functions: LayerFunctions, layouts: list[LayerLayout], vocabulary: int, rows: int, sequence: int, say: Say
+    functions: LayerFunctions,
+    layouts: list[LayerLayout],
+    vocabulary: int,
+    rows: int,
+    sequence: int,
+    dropout: bool,
+    packed: bool,
+    say: Say,
 ) -> list[LayerProfile]:
     """A profile a layer at the largest shape of a microbatch; UserError where one layer alone is too much."""
     device = functions.device
     say(f"measuring the layers with {rows} x {sequence} tokens on {device}; they are compiled for it first")
     try:
-        return measure_layers(functions, layouts, rows, sequence, vocabulary)
+        return measure_layers(functions, layouts, rows, sequence, vocabulary, dropout=dropout, packed=packed)
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"a single layer with a microbatch of {rows} x {sequence} tokens needs more memory than {device} has"

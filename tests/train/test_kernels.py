@@ -226,7 +226,7 @@ def test_a_layer_that_does_not_fit_when_measured_is_refused_with_what_to_change(
     prepared = prepare(load_recipe(long_rows.recipe))
     said = []
     with pytest.raises(UserError, match=r"2 x 256 tokens .* train\.micro_batch_size or data\.max_seq_len"):
-        measure(prepared.functions[0], prepared.layouts, 320, 2, 256, said.append)
+        measure(prepared.functions[0], prepared.layouts, 320, 2, 256, False, False, said.append)
     assert "2 x 256 tokens" in said[0]
 
 
