@@ -219,7 +219,7 @@ def test_what_was_measured_and_what_is_missing_are_said_in_a_line_each(long_rows
 
 
 def test_a_layer_that_does_not_fit_when_measured_is_refused_with_what_to_change(long_rows, monkeypatch):
-    def too_much(*arguments):
+    def too_much(*arguments, **more):
         raise torch.OutOfMemoryError("tried to allocate 9 GiB")
 
     monkeypatch.setattr(rpft.train.prepare, "measure_layers", too_much)
