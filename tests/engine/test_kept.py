@@ -11,7 +11,7 @@ from rpft.plan.plan import Plan, Stage
 
 FORWARD, BACKWARD = [(0, 1), (2, 3)], [(4, 5), (2, 3), (0, 1)]
 LORA = LoraSettings(4, 8.0, 0.1, "all-linear")
-PER_TOKEN = [300, 1000, 10**6]
+PER_TOKEN = [300, 10**6]
 
 
 def keeping(num_bytes):
