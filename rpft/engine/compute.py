@@ -86,9 +86,8 @@ class SlotRun:
             tensor = binding.view_in(stays, binding.byte_offset - layout.frozen_start)
         else:
             tensor = binding.view_in(self._buffer, self._starts[layer][0] + binding.byte_offset)
-        return (
-            tensor.data
-        )  # a module that sets a weight to itself (peft does) must not count as writing the others
+        # `data`: a module that sets a weight to itself (peft does) must not count as writing the others.
+        return tensor.data
 
     def take_accumulator(self, flat: torch.Tensor) -> None:
         """Points every trained tensor's running sum into ``flat``, the worker's float32 accumulator."""

@@ -129,7 +129,7 @@ class Worker:
         """Queues the upload of a boundary; gives the device view, and what to call behind its last use."""
         buffer, free, freed = ring.next()
         hidden = reading.boundary.hidden
-        view = buffer[: hidden.numel() * hidden.dtype.itemsize].view(hidden.dtype).view(hidden.shape)
+        view = buffer[: hidden.nbytes].view(hidden.dtype).view(hidden.shape)
         up = self._activations_up
         up.wait(free)
         up.wait(reading.boundary.delivered)
@@ -153,32 +153,33 @@ class Worker:
         """Queues the download of the tensor that ``take`` gives once ``ready`` is complete."""
         down = self._activations_down
         down.wait(ready)
-        for guard in boundary.writable_after:
-            down.wait(guard)
 
         def copy() -> None:
             tensor = take()
             down.uses(tensor)
             boundary.hidden.copy_(tensor, non_blocking=True)
 
-        size = boundary.hidden.numel() * boundary.hidden.dtype.itemsize
-        down.run(copy, what, copied_bytes=size)
-        down.record(boundary.delivered)
+        self._deliver(boundary, copy, what)
 
     def _send_kept_down(
         self, take: Callable[[], list[tuple[int, torch.Tensor]]], boundary: Boundary, what: str
     ) -> None:
         """Queues, behind the block's output, the download of what it keeps: (offset, bytes) of each part."""
         down = self._activations_down
-        for guard in boundary.writable_after:
-            down.wait(guard)
 
         def copy() -> None:
             for offset, part in take():
                 down.uses(part)
                 boundary.memory[offset : offset + part.numel()].copy_(part, non_blocking=True)
 
-        down.run(copy, what, copied_bytes=boundary.memory.numel())
+        self._deliver(boundary, copy, what)
+
+    def _deliver(self, boundary: Boundary, copy: Callable[[], None], what: str) -> None:
+        """Queues ``copy``, which fills ``boundary``, when the last readers of its memory are done."""
+        down = self._activations_down
+        for guard in boundary.writable_after:
+            down.wait(guard)
+        down.run(copy, what, copied_bytes=boundary.hidden.nbytes)
         down.record(boundary.delivered)
 
     def _bring_gradients_up(self, slot: Slot, accumulator: torch.Tensor, free: Event) -> None:
@@ -220,8 +221,7 @@ class Worker:
 
     @staticmethod
     def _queue_copy(stream: Stream, target: torch.Tensor, source: torch.Tensor, what: str) -> None:
-        size = source.numel() * source.dtype.itemsize
-        stream.run(lambda: target.copy_(source, non_blocking=True), what, copied_bytes=size)
+        stream.run(lambda: target.copy_(source, non_blocking=True), what, copied_bytes=source.nbytes)
 
     # -- compute -------------------------------------------------------------------------------------------
 

@@ -143,15 +143,14 @@ class Block:
         As a graph a block keeps everything costly if its output is asked for; if not, nothing has run yet, and the
         recompute is a part of the backward.
         """
-        at = self._at(hidden, weights, call, place) if self._graphs else None
-        joint = None if at is None else self._joint(at, weights, with_grad_hidden)
-        if at is None or joint is None:
+        traced = self._traced(hidden, weights, call, place, with_grad_hidden)
+        if traced is None:
             return self._keep_eagerly(hidden, weights, call, place, with_grad_hidden)
         if not with_output:
-            return None, self._graph_kept(at, joint, weights, with_grad_hidden, 0, [])
+            return None, self._graph_kept(traced, weights, 0, [])
         everything = float("inf")
-        output, values = self._run_keeping(at, joint, with_grad_hidden, everything)
-        return output, self._graph_kept(at, joint, weights, with_grad_hidden, everything, values)
+        output, values = self._run_keeping(traced, everything)
+        return output, self._graph_kept(traced, weights, everything, values)
 
     def forward_keeping(
         self,
@@ -163,12 +162,11 @@ class Block:
         budget_bytes: int,
     ) -> tuple[torch.Tensor, list[tuple[int, torch.Tensor]]]:
         """The output, and what is best kept in ``budget_bytes``: (offset, bytes) of parts of one flat buffer."""
-        at = self._at(hidden, weights, call, place) if self._graphs else None
-        joint = None if at is None else self._joint(at, weights, with_grad_hidden)
-        if at is None or joint is None:
+        traced = self._traced(hidden, weights, call, place, with_grad_hidden)
+        if traced is None:
             return self.forward(hidden, weights, call, place), []
-        output, values = self._run_keeping(at, joint, with_grad_hidden, budget_bytes)
-        return output, self._kept_layout(at, joint, with_grad_hidden, budget_bytes).parts(values)
+        output, values = self._run_keeping(traced, budget_bytes)
+        return output, self._kept_layout(traced, budget_bytes).parts(values)
 
     def resume(
         self,
@@ -181,19 +179,18 @@ class Block:
         buffer: torch.Tensor,
     ) -> Kept:
         """Prepares the backward from what ``forward_keeping`` kept, now in ``buffer``, uint8."""
-        at = self._at(hidden, weights, call, place) if self._graphs else None
-        joint = None if at is None else self._joint(at, weights, with_grad_hidden)
-        if at is None or joint is None:
+        traced = self._traced(hidden, weights, call, place, with_grad_hidden)
+        if traced is None:
             return self._keep_eagerly(hidden, weights, call, place, with_grad_hidden)[1]
-        values = self._kept_layout(at, joint, with_grad_hidden, budget_bytes).tensors_in(buffer)
-        return self._graph_kept(at, joint, weights, with_grad_hidden, budget_bytes, values)
+        values = self._kept_layout(traced, budget_bytes).tensors_in(buffer)
+        return self._graph_kept(traced, weights, budget_bytes, values)
 
     def keep_options(self, hidden: torch.Tensor, weights: Weights, call: BlockCall) -> list[tuple[int, float]]:
         """What keeping more saves: (bytes kept, work of the backward as a share of that with nothing kept)."""
-        at = self._at(hidden, weights, call, None) if self._graphs else None
-        joint = None if at is None else self._joint(at, weights, with_grad_hidden=True)
-        if joint is None:
+        traced = self._traced(hidden, weights, call, None, with_grad_hidden=True)
+        if traced is None:
             return [(0, 1.0)]
+        joint = traced.joint
         groups = joint.keep_in_order()
         options, kept = [], []
         whole = joint.backward_flops([])
@@ -203,43 +200,46 @@ class Block:
             options.append((size, joint.backward_flops(kept) / whole))
         return options
 
-    def _run_keeping(
-        self, at: _At, joint: JointGraph, with_grad_hidden: bool, budget: float
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def _run_keeping(self, traced: _Traced, budget: float) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Runs the forward; (the output, the tensors kept)."""
+        at, joint = traced.at, traced.joint
 
         def make() -> TensorFunction:
             return self._kernels.compile(joint.forward(joint.keep(budget)), at.data)
 
         with torch.no_grad():
-            graph = self._kernels.once(("keep", at.key, with_grad_hidden, budget), make)
-            output, *values = graph(*at.data)
+            output, *values = self._kernels.once(("keep", traced.key, budget), make)(*at.data)
         return output, values
 
     def _graph_kept(
-        self,
-        at: _At,
-        joint: JointGraph,
-        weights: Weights,
-        with_grad_hidden: bool,
-        budget: float,
-        values: list[torch.Tensor],
+        self, traced: _Traced, weights: Weights, budget: float, values: list[torch.Tensor]
     ) -> GraphKept:
+        joint = traced.joint
         trained = tuple(name for name in weights if name in self.trained)
 
         def graph_for(tensors: list[torch.Tensor]) -> TensorFunction:
             return self._kernels.once(
-                ("backward", at.key, with_grad_hidden, budget, tensors[-1 - len(trained)].stride()),
+                ("backward", traced.key, budget, tensors[-1 - len(trained)].stride()),
                 lambda: self._kernels.compile(joint.backward(joint.keep(budget)), tensors),
             )
 
-        return GraphKept(graph_for, [*at.data, *values], trained)
+        return GraphKept(graph_for, [*traced.at.data, *values], trained)
 
-    def _kept_layout(self, at: _At, joint: JointGraph, with_grad_hidden: bool, budget: float) -> KeptLayout:
+    def _kept_layout(self, traced: _Traced, budget: float) -> KeptLayout:
         def make() -> KeptLayout:
-            return KeptLayout([node.meta["val"] for node in joint.keep(budget)])
+            return KeptLayout([node.meta["val"] for node in traced.joint.keep(budget)])
 
-        return self._kernels.once(("layout", at.key, with_grad_hidden, budget), make)
+        return self._kernels.once(("layout", traced.key, budget), make)
+
+    def _traced(
+        self, hidden: torch.Tensor, weights: Weights, call: BlockCall, place: int | None, with_grad_hidden: bool
+    ) -> _Traced | None:
+        """The block's joint graph for this call; None where torch runs the block itself."""
+        at = self._at(hidden, weights, call, place) if self._graphs else None
+        joint = None if at is None else self._joint(at, weights, with_grad_hidden)
+        if at is None or joint is None:
+            return None
+        return _Traced(at, joint, (at.key, with_grad_hidden))
 
     def _keep_eagerly(
         self, hidden: torch.Tensor, weights: Weights, call: BlockCall, place: int | None, with_grad_hidden: bool
@@ -330,3 +330,12 @@ class _At(NamedTuple):
     """Hidden state, tensors of the call, keys of dropout if any, weights."""
     first_weight: int
     """Where the weights begin in ``data``."""
+
+
+class _Traced(NamedTuple):
+    """A block whose forward and backward are one graph."""
+
+    at: _At
+    joint: JointGraph
+    key: tuple[Any, ...]
+    """Tells the graph from those of other shapes and settings."""

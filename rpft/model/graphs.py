@@ -90,7 +90,7 @@ class Kernels:
         """The operations of ``function`` for tensors of these shapes; raises Untraceable."""
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with fake:
-            inputs = [fake.from_tensor(tensor) if not is_fake(tensor) else tensor for tensor in tensors]
+            inputs = [fake.from_tensor(tensor) for tensor in tensors]
         return self.trace_fakes(function, inputs, fake)
 
     def trace_fakes(
@@ -149,12 +149,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         noisy.setLevel(level)
-
-
-def is_fake(tensor: torch.Tensor) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(tensor, FakeTensor)
 
 
 class JointGraph:

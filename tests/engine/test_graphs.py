@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from support.engines import HostBatch, plan_of, random_plan, run_engine
+from support.fixtures import remembered
 
 from rpft.model.adapters import LoraSettings
 
@@ -42,16 +43,7 @@ def mixed_batches(step):
 @pytest.fixture(scope="module")
 def expected(checkpoint):
     """expected(name) -> the outcome of RUNS[name] run by torch on one worker, with the simplest plan."""
-    known = {}
-
-    def of(name):
-        if name not in known:
-            family, settings = RUNS[name]
-            known[name] = run_engine(checkpoint(family), PLAIN, microbatches=MICROBATCHES, **settings)
-            assert not any(result.skipped for result in known[name].results)
-        return known[name]
-
-    return of
+    return remembered(checkpoint, RUNS, PLAIN, MICROBATCHES)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from support.engines import plan_of, random_plan, run_engine
+from support.fixtures import remembered
 
 from rpft.model.adapters import LoraSettings
 
@@ -37,16 +38,7 @@ RUNS = {
 @pytest.fixture(scope="module")
 def expected(checkpoint):
     """expected(name) -> the outcome of RUNS[name] on one worker, with the simplest plan and no delays."""
-    known = {}
-
-    def of(name):
-        if name not in known:
-            family, settings = RUNS[name]
-            known[name] = run_engine(checkpoint(family), PLAIN, microbatches=MICROBATCHES, **settings)
-            assert not any(result.skipped for result in known[name].results)
-        return known[name]
-
-    return of
+    return remembered(checkpoint, RUNS, PLAIN, MICROBATCHES)
 
 
 def check_random_run(name, seed, expected, checkpoint):

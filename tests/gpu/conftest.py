@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support import engines
-from support.models import tiny_checkpoint
+from support.fixtures import checkpoint, one_thread_a_kernel
 
 from rpft.engine.cuda import CudaDevice, CudaStream
 from rpft.engine.device import Device
@@ -18,31 +17,9 @@ from rpft.engine.failure import Failure
 from rpft.engine.streams import Delays, Event, Stream
 from rpft.model.functions import LayerFunctions
 
+__all__ = ["checkpoint", "one_thread_a_kernel"]
+
 MakeDevice = Callable[[int], Device]
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """checkpoint(family, **config changes) -> folder of a tiny model, made once."""
-    made: dict[Any, Path] = {}
-
-    def make(family: str, **changes: Any) -> Path:
-        key = (family, *sorted(changes.items()))
-        if key not in made:
-            made[key] = tmp_path_factory.mktemp(family)
-            tiny_checkpoint(made[key], family, **changes)
-        return made[key]
-
-    return make
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread_a_kernel() -> Iterator[None]:
-    """The CPU pool's threads run side by side: kernels on all cores would only wait for one another."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

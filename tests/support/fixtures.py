@@ -1,0 +1,53 @@
+"""Fixtures that the tests of the engine share, on the CPU pool and on GPUs; a conftest imports what it offers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.engines import Outcome, run_engine
+from support.models import tiny_checkpoint
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """checkpoint(family, **config changes) -> folder of a tiny model, made once."""
+    made: dict[Any, Path] = {}
+
+    def make(family: str, **changes: Any) -> Path:
+        key = (family, *sorted(changes.items()))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp(family)
+            tiny_checkpoint(made[key], family, **changes)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread_a_kernel() -> Iterator[None]:
+    """Engine threads run side by side: kernels that each take all cores would only wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def remembered(
+    checkpoint: Callable[..., Path], runs: dict[str, tuple[str, dict[str, Any]]], plan: Any, microbatches: int
+) -> Callable[[str], Outcome]:
+    """of(name) -> the outcome of ``runs[name]``, (family, settings), run once by torch on one worker."""
+    known: dict[str, Outcome] = {}
+
+    def of(name: str) -> Outcome:
+        if name not in known:
+            family, settings = runs[name]
+            known[name] = run_engine(checkpoint(family), plan, microbatches=microbatches, **settings)
+            assert not any(result.skipped for result in known[name].results)
+        return known[name]
+
+    return of
