@@ -3,8 +3,9 @@
     python benchmarks/throughput.py qwen3-1.7b --rows 24 --sequence 4096 --microbatches 3 --steps 10
         [--lora R] [--workers 2,1] [--update sync,delayed] [--vram-limit 24] [--trace FOLDER] [--json FILE]
 
-No checkpoint and no data are needed. For every combination of --workers, --update and --emulate-link: the rate of
-the median step and over all timed steps, drained at both ends.
+No checkpoint and no data are needed. For every combination of steps, --update, --workers and --emulate-link: the
+rate of the median step and over all timed steps, drained at both ends. Several steps are given by several numbers,
+as --rows 24,1 --sequence 4096,65536 --microbatches 3,1 --steps 10,2; a single number holds for all.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import gc
 import statistics
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,11 @@ from rpft.model.adapters import LoraSettings, initialise_lora, inject_lora
 from rpft.model.functions import LayerFunctions
 from rpft.model.host_store import HostStore
 from rpft.model.layers import build_layers
+from rpft.model.pages import zeroed_pages
 from rpft.model.skeleton import build_model, cut
 from rpft.optim.adamw import AdamW
-from rpft.optim.host_optimizer import HostOptimizer, update_cases
-from rpft.optim.one_pass import Case, CompiledPass, FusedPass, OnePass, prepare, scratch
+from rpft.optim.host_optimizer import HostOptimizer
+from rpft.optim.one_pass import OnePass, measured_rate, prepare
 from rpft.optim.schedule import Schedule
 from rpft.plan.bill import Workload, available_host_bytes, gib, make_bill
 from rpft.plan.choose import choose_plan, model_shape
@@ -98,10 +100,10 @@ def random_step(rows: int, sequence: int, microbatches: int, vocabulary: int, se
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("preset", choices=sorted(PRESETS))
-    parser.add_argument("--rows", type=int, default=24, help="rows of a step")
-    parser.add_argument("--sequence", type=int, default=4096)
-    parser.add_argument("--microbatches", type=int, default=3, help="of a step, all in one round")
-    parser.add_argument("--steps", type=int, default=5, help="timed, drained at both ends")
+    parser.add_argument("--rows", type=numbers, default=[24], help="rows of a step")
+    parser.add_argument("--sequence", type=numbers, default=[4096])
+    parser.add_argument("--microbatches", type=numbers, default=[3], help="of a step, all in one round")
+    parser.add_argument("--steps", type=numbers, default=[5], help="timed, drained at both ends")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before those that are timed")
     parser.add_argument("--lora", type=int, default=0, help="rank; 0 trains every weight")
     parser.add_argument("--workers", type=numbers, default=[0], help="0: all")
@@ -122,13 +124,40 @@ def numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
+@dataclass(frozen=True)
+class Step:
+    """The shape of a step, and how many are timed."""
+
+    rows: int
+    sequence: int
+    microbatches: int
+    timed: int
+
+    @property
+    def size(self) -> int:
+        """Rows of a microbatch."""
+        return self.rows // self.microbatches
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.sequence
+
+
+def steps_of(arguments: argparse.Namespace) -> list[Step]:
+    """The steps that --rows, --sequence, --microbatches and --steps give."""
+    columns = [arguments.rows, arguments.sequence, arguments.microbatches, arguments.steps]
+    count = max(map(len, columns))
+    if any(len(column) not in (1, count) for column in columns):
+        sys.exit("--rows, --sequence, --microbatches and --steps: one number each, or the same count of numbers")
+    return [Step(*row) for row in zip(*(column * (count // len(column)) for column in columns), strict=True)]
+
+
 class Model:
     """A model with random weights: what all combinations share."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
         self.vram_limit = int(arguments.vram_limit * 2**30)
-        self.rows, self.sequence, self.microbatches = arguments.rows, arguments.sequence, arguments.microbatches
         devices = self.pool(max(arguments.workers) if all(arguments.workers) else 0, 0)
         config = make_config(arguments.preset)
         self.vocabulary = config.vocab_size
@@ -137,25 +166,25 @@ class Model:
             settings = LoraSettings(arguments.lora, 2 * arguments.lora, 0.0, "all-linear")
             inject_lora(self.skeleton, settings, "random")
         self.layouts = build_layers(self.skeleton, DTYPE)
-        size = self.rows // self.microbatches
-        self.max_tokens = size * self.sequence
         kernels = arguments.kernels
         self.functions = [LayerFunctions(self.skeleton, d.torch_device, DTYPE, kernels) for d in devices]
         self.shape = model_shape(config, DTYPE.itemsize)
-        self.profiles, self.rates = None, ASSUMED_RATES
-        if kernels != "eager":
-            self.profiles = measure_layers(self.functions[0], self.layouts, size, self.sequence, self.vocabulary)
-            _print_profiles(self.profiles)
+        self.rates = ASSUMED_RATES
         self.store = HostStore(self.layouts, devices[0].allocate_host, gradient_dtype=DTYPE)
         fill_randomly(self.store, devices[0].torch_device)
         if arguments.lora:
             initialise_lora(self.skeleton, self.store, 0)
-        self.one_pass: OnePass = FusedPass()
-        if kernels == "compile":
-            cases = [case for delayed in (False, True) for case in update_cases(self.store, delayed)]
-            self.one_pass = prepare(list(dict.fromkeys(cases)), spare_cores=2 + 2 * len(devices))
+        self.one_pass = prepare(spare_cores=2 + 2 * len(devices))
         if kernels != "eager":
             self.rates = measure_rates(devices[0], self.one_pass)
+
+    def profiles(self, step: Step) -> list[LayerProfile] | None:
+        """What each layer takes at the shape of ``step``; None with eager kernels."""
+        if self.arguments.kernels == "eager":
+            return None
+        profiles = measure_layers(self.functions[0], self.layouts, step.size, step.sequence, self.vocabulary)
+        _print_profiles(profiles)
+        return profiles
 
     def pool(self, workers: int, link: int) -> list[Device]:
         return make_pool(self.arguments.device, workers or None, self.vram_limit, link or None)
@@ -163,17 +192,7 @@ class Model:
 
 def measure_rates(device: Device, one_pass: OnePass) -> Rates:
     """The link of ``device`` and the optimizer's rate, from a short measurement of each."""
-    size = 1 << 25
-    case = Case((DTYPE,), DTYPE)
-    if isinstance(one_pass, CompiledPass) and case in one_pass.cases:
-        update = scratch(one_pass, case, size)
-        update()
-        started = time.perf_counter()
-        for _ in range(3):
-            update()
-        rate = 3 * size / (time.perf_counter() - started)
-    else:
-        rate = ASSUMED_RATES.update
+    rate = measured_rate(one_pass)
     up, down = measure_link(device.torch_device, device.allocate_host)
     print(
         f"link {up / 1e9:.0f} GB/s up, {down / 1e9:.0f} down;"
@@ -185,13 +204,18 @@ def measure_rates(device: Device, one_pass: OnePass) -> Rates:
 class Run:
     """One combination: its plan and its engine, ready to step."""
 
-    def __init__(self, model: Model, workers: int, update: str, link: int) -> None:
-        self.model, self.update, self.link = model, update, link
+    def __init__(
+        self, model: Model, step: Step, profiles: list[LayerProfile] | None, update: str, workers: int, link: int
+    ) -> None:
+        self.model, self.step, self.update, self.link = model, step, update, link
         arguments, limit = model.arguments, model.vram_limit
         self.devices = model.pool(workers, link)
         delayed = update == "delayed"
+        if delayed:
+            separate_masters(model.store)
+        max_tokens = step.size * step.sequence
         work = Workload(
-            model.shape, model.max_tokens, model.microbatches, delayed, arguments.kernels, DTYPE, model.profiles
+            model.shape, max_tokens, step.microbatches, delayed, arguments.kernels, DTYPE, profiles, delayed
         )
         rates = model.rates
         if link:
@@ -203,7 +227,7 @@ class Run:
             model.skeleton,
             work,
             len(self.devices),
-            model.microbatches,
+            step.microbatches,
             arguments.recompute,
             limit,
             ram,
@@ -222,7 +246,7 @@ class Run:
             self.plan,
             self.devices,
             functions=model.functions[: len(self.devices)],
-            max_tokens=model.max_tokens,
+            max_tokens=max_tokens,
             seed=0,
             update_lag=int(delayed),
             send_update=self.optimizer.submit,
@@ -235,15 +259,15 @@ class Run:
         marks = [time.perf_counter()]
         for step in range(first, first + count + 1):
             if step < first + count:
-                model = self.model
-                batches = random_step(model.rows, model.sequence, model.microbatches, model.vocabulary, step % 2)
+                shape = self.step.rows, self.step.sequence, self.step.microbatches
+                batches = random_step(*shape, self.model.vocabulary, step % 2)
                 self.engine.submit_step(step, batches)
             else:
                 self.engine.flush()
             if step > first:
                 result = self.optimizer.wait(step - 1)
                 marks.append(time.perf_counter())
-                loss = result.loss_sum / (self.model.rows * (self.model.sequence - 1))
+                loss = result.loss_sum / (self.step.rows * (self.step.sequence - 1))
                 print(f"{step - 1}: {loss:.4f} {marks[-1] - marks[-2]:.2f} s", end="; ", flush=True)
         print()
         return [after - before for before, after in pairwise(marks)]
@@ -263,6 +287,14 @@ class Run:
         self.optimizer.close()
 
 
+def separate_masters(store: HostStore) -> None:
+    """What a delayed update needs of a store that was made for exact ones."""
+    for layer in store.layers:
+        if layer.master_is_split:
+            master = zeroed_pages(4 * layer.layout.num_trained).view(torch.float32)
+            layer.master = master.copy_(layer.master_values())
+
+
 def _print_profiles(profiles: list[LayerProfile]) -> None:
     for name, p in (("embedding", profiles[0]), ("block", profiles[1]), ("head", profiles[-1])):
         print(
@@ -274,25 +306,25 @@ def _print_profiles(profiles: list[LayerProfile]) -> None:
 
 def measure(run: Run) -> list[dict[str, Any]]:
     """Warms up, times, prints; the figures for the record."""
-    model, arguments = run.model, run.model.arguments
+    arguments = run.model.arguments
     stages = " ".join(map(str, run.plan.forward)), " ".join(map(str, run.plan.backward))
     print(f"plan: forward {stages[0]}; backward {stages[1]}; recompute by {run.plan.recompute}", flush=True)
     run.steps(1, arguments.warm_up)
     run.engine.settle()
     for device in run.devices:
         device.reset_peak()
-    seconds = run.steps(1 + arguments.warm_up, arguments.steps)
+    seconds = run.steps(1 + arguments.warm_up, run.step.timed)
     peaks = [device.peak_bytes() for device in run.devices]
     cuda = [d.torch_device for d in run.devices if d.torch_device.type == "cuda"]
     reserved = max((torch.cuda.max_memory_reserved(device) for device in cuda), default=0)
-    tokens = model.rows * model.sequence
+    step, tokens = run.step, run.step.tokens
     median, drained = tokens / statistics.median(seconds), tokens * len(seconds) / sum(seconds)
     rss = psutil.Process().memory_info().rss
     case = " ".join(
         [
             arguments.preset,
             f"LoRA r{arguments.lora}" if arguments.lora else "full",
-            f"{run.update}, {len(peaks)} worker(s), {model.rows} x {model.sequence}, M = {model.microbatches}",
+            f"{run.update}, {len(peaks)} worker(s), {step.rows} x {step.sequence}, M = {step.microbatches}",
             *([f"(link emulated at {run.link} GB/s)"] if run.link else []),
         ]
     )
@@ -312,19 +344,22 @@ def measure(run: Run) -> list[dict[str, Any]]:
         ("RAM by the bill", run.bill.host / 2**30, "GiB"),
     ]
     if arguments.trace is not None:
-        name = f"{arguments.preset}_{run.update}_{len(peaks)}.json"
-        run.trace(1 + arguments.warm_up + arguments.steps, 3, arguments.trace / name)
+        name = f"{arguments.preset}_{step.rows}x{step.sequence}_{run.update}_{len(peaks)}.json"
+        run.trace(1 + arguments.warm_up + step.timed, 3, arguments.trace / name)
     return [{"case": case, "metric": m, "value": round(value, 2), "unit": unit} for m, value, unit in figures]
 
 
 def main() -> int:
     arguments = parse()
     started = time.perf_counter()
+    steps = steps_of(arguments)
     model = Model(arguments)
     print(f"ready after {time.perf_counter() - started:.0f} s", flush=True)
     results, names = [], []
-    for workers, update, link in product(arguments.workers, arguments.update, arguments.emulate_link):
-        run = Run(model, workers, update, link)
+    updates = sorted(set(arguments.update), reverse=True)  # sync first: a delayed one changes the store
+    profiles = {step: model.profiles(step) for step in steps}
+    for update, step, workers, link in product(updates, steps, arguments.workers, arguments.emulate_link):
+        run = Run(model, step, profiles[step], update, workers, link)
         results += measure(run)
         run.close()
         names = names or gpu_names(run.devices)

@@ -16,7 +16,7 @@ from rpft.engine.streams import Delays, Event, Stream
 from rpft.engine.tracer import span
 from rpft.model.host_store import HostStore
 from rpft.optim.adamw import AdamW, BorrowedGradient, gradient_parts
-from rpft.optim.one_pass import Case, FusedPass, OnePass
+from rpft.optim.one_pass import FusedPass, OnePass
 from rpft.optim.schedule import Schedule
 
 
@@ -152,7 +152,9 @@ class HostOptimizer:
         layer = self._store.layers[index]
         if not update.delayed:
             self._wait(update.before.readers[index])
-        assert not (update.delayed and layer.master_is_working), "a delayed update needs separate masters"
+        assert not (update.delayed and (layer.master_is_working or layer.master_is_split)), (
+            "a delayed update needs masters of its own"
+        )
         divisor = update.ticket.trained_tokens / self._clip_coefficient(norm)
         with span(f"update of layer {index}"):
             self._algorithm.update(
@@ -186,15 +188,3 @@ def _borrowed_gradients(store: HostStore) -> list[list[BorrowedGradient]]:
             gradient = layer.gradient[piece.region_offset : piece.region_offset + piece.length]
             borrowed[piece.layer].append((slice(piece.start, piece.stop), gradient))
     return borrowed
-
-
-def update_cases(store: HostStore, delayed: bool) -> list[Case]:
-    """The types in which the layers of ``store`` are updated, for ``one_pass.prepare``."""
-    borrowed = _borrowed_gradients(store)
-    cases: dict[Case, None] = {}
-    for layer in store.layers:
-        if layer.layout.num_trained:
-            working = None if delayed or layer.master_is_working else layer.working.dtype
-            for _, gradients in gradient_parts(layer, borrowed[layer.layout.layer]):
-                cases[Case(tuple(gradient.dtype for gradient in gradients), working)] = None
-    return list(cases)

@@ -1,88 +1,99 @@
-"""The optimizer's arithmetic in a few lines of torch, which Inductor compiles for the CPU.
+"""The compiled optimizer: one_pass.cpp, built by this machine's C++ compiler when a run starts.
 
-Inductor's C++ entry releases the GIL for the whole call, so other threads go on launching work. The compilation
-does not go through ``torch.compile``, whose guards look at torch's number of threads: where another thread has
-another number they would compile again, in the middle of a step.
+Inductor turns an update into vector code only where every tensor is a float; masters that lie in two halves
+(model/split_float.py) are not, and its code for them is five times slower than this. The build takes a second, so
+that nothing is kept on the disk that could be another machine's. Calls go through ctypes, which releases the GIL.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ctypes
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext, tracing
-from torch.fx.experimental.proxy_tensor import make_fx
-
-Kernel = Callable[..., list[Tensor]]
-"""A function of tensors only, for any length of them."""
 
 SQUARES_ROW = 1024
 """Elements of which the squares are summed in float32; a vector's lanes share them, so an error is about 1e-7."""
 
-_EXAMPLE_ELEMENTS = 1 << 22
-"""A length to trace with: so many rows that Inductor never splits one row's sum over threads. Never touched."""
+_FLAGS = "-O3 -march=native -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math -std=c++17 -shared -fPIC"
 
-_INDUCTOR_OPTIONS = {
-    "cpp_wrapper": True,  # the entry that releases the GIL
-    "cpp.dynamic_threads": True,  # as many threads as OpenMP has been told, instead of a number in the code
-    "compile_threads": 1,  # no pool of compiling processes for a handful of small kernels
-}
+_POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
-def compile_update(gradients: Sequence[torch.dtype], working: torch.dtype | None) -> Kernel:
-    """AdamW over (*gradients, master, exp_avg, exp_avg_sq, working if any, numbers), all but numbers [n].
-
-    ``numbers`` is float32 [8], in the order in which it is unpacked here. Raises what the compiler raises.
-    """
-    count = len(gradients)
-
-    def update(*tensors: Tensor) -> list[Tensor]:
-        master, exp_avg, exp_avg_sq, *rounded, numbers = tensors[count:]
-        scale, keep, new1, old2, new2, step_size, correction2, eps = numbers.unbind()
-        gradient = _float_sum(tensors[:count]) * scale
-        first = exp_avg + (gradient - exp_avg) * new1
-        second = exp_avg_sq * old2 + gradient * gradient * new2
-        updated = master * keep - step_size * first / (second.sqrt() * correction2 + eps)
-        exp_avg.copy_(first)
-        exp_avg_sq.copy_(second)
-        for target in (master, *rounded):
-            target.copy_(updated)
-        return []
-
-    written = [] if working is None else [working]
-    return _compile(update, [*_examples(*gradients, *[torch.float32] * 3, *written), torch.empty(8)])
+def compiler() -> list[str] | None:
+    """The C++ compiler's command: $CXX, g++ or clang++; None where there is none."""
+    words = shlex.split(os.environ.get("CXX", ""))
+    return next((found for found in (words, ["g++"], ["clang++"]) if found and shutil.which(found[0])), None)
 
 
-def compile_squares(gradients: Sequence[torch.dtype]) -> Kernel:
-    """Squares of the sum of gradients [n], summed in rows: [float32 [n / SQUARES_ROW]]; n is whole rows."""
+class CompiledKernels:
+    """The loops of one_pass.cpp over contiguous host tensors [n]; what they take is not checked again."""
 
-    def squares(*tensors: Tensor) -> list[Tensor]:
-        return [_float_sum(tensors).view(-1, SQUARES_ROW).square().sum(dim=1)]
+    def __init__(self) -> None:
+        """Compiles; OSError where there is no compiler or it fails."""
+        library = _build(files("rpft.optim").joinpath("one_pass.cpp").read_text(encoding="utf-8"))
+        self._adamw, self._square_sums = library.adamw, library.square_sums
+        self._adamw.argtypes = [_LONG, _POINTER, _POINTER, _INT, *[_POINTER] * 6]
+        self._square_sums.argtypes = [_LONG, _LONG, _POINTER, _POINTER, _INT, _POINTER]
+        self._adamw.restype = self._square_sums.restype = None
 
-    return _compile(squares, _examples(*gradients))
+    def adamw(
+        self,
+        gradients: Sequence[Tensor],
+        master: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        working: Tensor | None,
+        numbers: Tensor,
+    ) -> None:
+        """AdamW with ``numbers``, float32 [8]: the scale of the gradient, what weight decay leaves, 1 - beta1,
+        beta2, 1 - beta2, the learning rate and the root of the second moment both with their bias correction, eps.
+
+        ``gradients``: one or two, float32 or bfloat16. ``master``: float32, or int16 beside ``working``, which is
+        bfloat16 or, where the master is whole, None.
+        """
+        split = master.dtype == torch.int16
+        self._adamw(
+            len(master),
+            *_of_gradients(gradients),
+            None if split else master.data_ptr(),
+            None if working is None else working.data_ptr(),
+            master.data_ptr() if split else None,
+            exp_avg.data_ptr(),
+            exp_avg_sq.data_ptr(),
+            numbers.data_ptr(),
+        )
+
+    def square_sums(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The squares of the sum of ``gradients``, summed in rows: float32 [n / SQUARES_ROW]; n is whole rows."""
+        sums = torch.empty(len(gradients[0]) // SQUARES_ROW, dtype=torch.float32)
+        self._square_sums(len(sums), SQUARES_ROW, *_of_gradients(gradients), sums.data_ptr())
+        return sums
 
 
-def _float_sum(tensors: Sequence[Tensor]) -> Tensor:
-    return sum((tensor.float() for tensor in tensors[1:]), tensors[0].float())
+def _build(source: str) -> ctypes.CDLL:
+    command = compiler()
+    if command is None:
+        raise OSError("no C++ compiler is found: install g++ or set $CXX")
+    with tempfile.TemporaryDirectory(prefix="rpft-") as folder:
+        library = Path(folder) / "one_pass.so"
+        words = [*command, *_FLAGS.split(), "-x", "c++", "-", "-o", str(library)]
+        done = subprocess.run(words, input=source, capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = (done.stderr.strip() or "no reason given").splitlines()[0]
+            raise OSError(f"{shlex.join(command)} {_FLAGS} fails: {said}")
+        return ctypes.CDLL(str(library))
 
 
-def _examples(*dtypes: torch.dtype) -> list[Tensor]:
-    return [torch.empty(_EXAMPLE_ELEMENTS, dtype=dtype) for dtype in dtypes]
-
-
-def _compile(graph: Kernel, examples: list[Tensor]) -> Kernel:
-    """``graph`` compiled for any length of its long examples; no call of the result compiles again."""
-    # Imported here because it loads all of Inductor, a second that only training needs.
-    from torch._inductor import standalone_compile
-
-    with torch.no_grad():
-        traced = make_fx(graph, tracing_mode="symbolic")(*examples)
-        inputs = [node.meta["val"] for node in traced.graph.nodes if node.op == "placeholder"]
-        with tracing(TracingContext(inputs[0].fake_mode)):
-            return standalone_compile(
-                traced,
-                inputs,
-                dynamic_shapes="from_tracing_context",
-                options={"config_patches": _INDUCTOR_OPTIONS},
-            )
+def _of_gradients(gradients: Sequence[Tensor]) -> tuple[int, int | None, bool]:
+    """(first, second if there are two, whether they are bfloat16), as the loops take them."""
+    first, *others = gradients
+    return first.data_ptr(), others[0].data_ptr() if others else None, first.dtype == torch.bfloat16

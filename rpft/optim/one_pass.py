@@ -1,7 +1,8 @@
 """AdamW on flat host tensors in one pass over memory, with the gradient's norm and the rounding that belong to it.
 
-A parameter costs 28 bytes of memory traffic: a bfloat16 gradient 2, master and two moments 8 each, the working
-weight 2. Where nothing can be compiled, torch's fused kernel does the same in blocks, with more traffic.
+A parameter costs 26 bytes of memory traffic: a bfloat16 gradient 2, two moments 8 each, the working weight and
+what its master has beyond it 4 each. Where nothing can be compiled, torch's fused kernel does the same in blocks,
+with more traffic.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from rpft.optim.kernels import SQUARES_ROW, compile_squares, compile_update
+from rpft.model.split_float import join, split_into
+from rpft.optim.kernels import SQUARES_ROW, CompiledKernels
 from rpft.optim.threads import choose, measure, openmp_threads, thread_counts
 
 logger = logging.getLogger(__name__)
@@ -35,16 +38,6 @@ _SCRATCH_ELEMENTS = 1 << 25
 
 
 @dataclass(frozen=True)
-class Case:
-    """The types that one kind of layer is updated in; master and moments are float32 always."""
-
-    gradients: tuple[torch.dtype, ...]
-    """One, or two that are added up: the uses of a tied weight."""
-    working: torch.dtype | None
-    """None where a pass writes no working weights: the master is one, or they are published later."""
-
-
-@dataclass(frozen=True)
 class _Numbers:
     """The numbers of one update."""
 
@@ -56,7 +49,7 @@ class _Numbers:
     gradient_divisor: float
 
     def tensor(self) -> Tensor:
-        """As the compiled kernel takes them."""
+        """As ``CompiledKernels.adamw`` takes them."""
         step, (beta1, beta2) = self.updates_before + 1, self.betas
         return torch.tensor(
             [
@@ -101,12 +94,15 @@ class OnePass(ABC):
 
         The gradient is the float32 sum of ``gradients``, which are not modified, over ``gradient_divisor``.
         ``master``, ``exp_avg`` and ``exp_avg_sq``, float32, are updated in place; ``working`` becomes the master
-        rounded to nearest even. ``updates_before`` counts the updates so far, for the bias correction. No
+        rounded to nearest even. Where ``master`` is int16, it and ``working``, bfloat16, are the master in two
+        halves (model/split_float.py). ``updates_before`` counts the updates so far, for the bias correction. No
         element's result depends on the number of threads.
         """
-        state = [master, exp_avg, exp_avg_sq]
-        assert all(tensor.dtype == torch.float32 for tensor in state)
-        _assert_flat([*gradients, *state, *([] if working is None else [working])])
+        assert exp_avg.dtype == exp_avg_sq.dtype == torch.float32
+        assert master.dtype == torch.float32 or (
+            master.dtype == torch.int16 and working is not None and working.dtype == torch.bfloat16
+        )
+        _assert_flat([*gradients, master, exp_avg, exp_avg_sq, *([] if working is None else [working])])
         if len(master) > 0:
             numbers = _Numbers(learning_rate, betas, eps, weight_decay, updates_before, gradient_divisor)
             with openmp_threads(self.num_threads):
@@ -148,13 +144,11 @@ class OnePass(ABC):
 
 
 class CompiledPass(OnePass):
-    """Kernels compiled for some cases. A call in another case is a KeyError: nothing compiles later."""
+    """Compiled loops, one a combination of types."""
 
-    def __init__(self, cases: Sequence[Case]) -> None:
-        """Compiles, or loads from Inductor's cache on the disk; raises what the compiler raises."""
-        self.cases = frozenset(cases)
-        self._updates = {case: compile_update(case.gradients, case.working) for case in cases}
-        self._squares = {dtypes: compile_squares(dtypes) for dtypes in {case.gradients for case in cases}}
+    def __init__(self) -> None:
+        """Compiles, once a process; OSError where that fails."""
+        self._kernels = _compiled_once()
 
     def _update(
         self,
@@ -165,13 +159,13 @@ class CompiledPass(OnePass):
         working: Tensor | None,
         numbers: _Numbers,
     ) -> None:
-        case = Case(_dtypes(gradients), None if working is None else working.dtype)
-        written = [] if working is None else [working]
-        self._updates[case](*gradients, master, exp_avg, exp_avg_sq, *written, numbers.tensor())
+        half = working is not None and working.dtype == torch.float16  # has no loop: torch rounds the master
+        self._kernels.adamw(gradients, master, exp_avg, exp_avg_sq, None if half else working, numbers.tensor())
+        if working is not None and half:
+            working.copy_(master)
 
     def _rows_square_sum(self, gradients: Sequence[Tensor]) -> float:
-        (rows,) = self._squares[_dtypes(gradients)](*gradients)
-        return _sum_in_double(rows)
+        return _sum_in_double(self._kernels.square_sums(gradients))
 
 
 class FusedPass(OnePass):
@@ -190,8 +184,12 @@ class FusedPass(OnePass):
         numbers: _Numbers,
     ) -> None:
         for part, gradient in self._summed(gradients):
+            weights, halves = master[part], None
+            if working is not None and master.dtype == torch.int16:
+                halves = working[part], master[part]
+                weights = join(*halves)
             adamw(
-                [master[part]],
+                [weights],
                 [gradient.div_(numbers.gradient_divisor)],
                 [exp_avg[part]],
                 [exp_avg_sq[part]],
@@ -206,8 +204,10 @@ class FusedPass(OnePass):
                 eps=numbers.eps,
                 maximize=False,
             )
-            if working is not None:
-                working[part].copy_(master[part])
+            if halves is not None:
+                split_into(*halves, weights)
+            elif working is not None:
+                working[part].copy_(weights)
 
     def _rows_square_sum(self, gradients: Sequence[Tensor]) -> float:
         return sum(
@@ -226,33 +226,32 @@ class FusedPass(OnePass):
             yield part, block
 
 
-def prepare(cases: Sequence[Case], *, spare_cores: int = SPARE_CORES, num_threads: int | None = None) -> OnePass:
-    """The kernels for ``cases``, on ``num_threads``, or as many as a measurement of the first case finds best.
+def prepare(*, spare_cores: int = SPARE_CORES, num_threads: int | None = None) -> OnePass:
+    """Compiled kernels, on ``num_threads``, or as many as a measurement finds best.
 
-    Compiles here and nowhere later, in the calling thread: about 12 s for the first kernel on a machine and 2 for
-    each other (two a case), from then on 3 s in all from Inductor's cache, which processes may fill at once. Where
-    that fails the fused kernel is used, and a warning says so once.
+    Compiles here and nowhere later, which takes about a second. Where that fails torch's fused kernel is used, and
+    a warning says so once.
 
-    The measurement takes under a second and 0.6 GB for that long. It tries no more threads than the process has
+    The measurement takes under a second and 0.5 GB for that long. It tries no more threads than the process has
     cores less ``spare_cores``; where that leaves one, there is nothing to measure.
     """
-    kernels = _compiled_or_fused(cases)
+    kernels = _compiled_or_fused()
     if num_threads is None:
         counts = thread_counts(spare_cores)
         num_threads = counts[0]
         if len(counts) > 1:
-            num_threads = choose(measure(counts, lambda: scratch(kernels, cases[0])))
+            num_threads = choose(measure(counts, lambda: scratch(kernels)))
     kernels.num_threads = num_threads
     return kernels
 
 
-def scratch(kernels: OnePass, case: Case, num_params: int = _SCRATCH_ELEMENTS) -> Callable[[], None]:
-    """A pass of ``case`` over ``num_params`` made-up parameters, to be measured."""
-    master, exp_avg, exp_avg_sq = (torch.ones(num_params, dtype=torch.float32) for _ in range(3))
-    gradients = [torch.ones(num_params, dtype=dtype) for dtype in case.gradients]
-    working = None if case.working is None else torch.ones(num_params, dtype=case.working)
+def scratch(kernels: OnePass, num_params: int = _SCRATCH_ELEMENTS) -> Callable[[], None]:
+    """A pass over ``num_params`` made-up parameters in bfloat16, to be measured."""
+    exp_avg, exp_avg_sq = (torch.ones(num_params, dtype=torch.float32) for _ in range(2))
+    gradient, working = (torch.ones(num_params, dtype=torch.bfloat16) for _ in range(2))
+    master = torch.zeros(num_params, dtype=torch.int16)
     return lambda: kernels.adamw_pass(
-        gradients,
+        [gradient],
         master,
         exp_avg,
         exp_avg_sq,
@@ -266,17 +265,30 @@ def scratch(kernels: OnePass, case: Case, num_params: int = _SCRATCH_ELEMENTS) -
     )
 
 
-def _compiled_or_fused(cases: Sequence[Case]) -> OnePass:
+def measured_rate(kernels: OnePass) -> float:
+    """Parameters a second that ``kernels`` update, from a short measurement."""
+    run, seconds = scratch(kernels), []
+    for _ in range(4):
+        started = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - started)
+    return _SCRATCH_ELEMENTS / min(seconds)
+
+
+def _compiled_or_fused() -> OnePass:
     try:
-        return CompiledPass(cases)
-    except Exception as error:  # a failed compilation has no type of its own; whatever it is, training can go on
-        reason = next(iter(str(error).strip().splitlines()), "no reason given")
+        return CompiledPass()
+    except OSError as error:
         _warn_once(
             "the optimizer's one-pass kernel could not be compiled, so torch's fused kernel is used: the same"
-            " update, slower. It needs a C++ compiler (g++) and Python's headers."
-            f" {type(error).__name__}: {reason}"
+            f" update, slower ({error})"
         )
         return FusedPass()
+
+
+@functools.cache
+def _compiled_once() -> CompiledKernels:
+    return CompiledKernels()
 
 
 @functools.cache
@@ -289,12 +301,8 @@ def _sum_in_double(rows: Tensor) -> float:
     return float(np.sum(rows.numpy(), dtype=np.float64))
 
 
-def _dtypes(tensors: Sequence[Tensor]) -> tuple[torch.dtype, ...]:
-    return tuple(tensor.dtype for tensor in tensors)
-
-
 def _assert_flat(tensors: Sequence[Tensor]) -> None:
-    """The compiled code takes lengths and strides on trust."""
+    """Compiled code takes lengths and strides on trust."""
     shape = tensors[0].shape
     assert len(shape) == 1
     assert all(tensor.shape == shape and tensor.is_contiguous() and tensor.is_cpu for tensor in tensors)

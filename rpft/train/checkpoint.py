@@ -65,7 +65,7 @@ class CheckpointFolder:
             if layer.layout.num_trained:
                 file = fresh / f"layer-{layer.layout.layer:05d}.safetensors"
                 tensors = {
-                    "master": layer.master,
+                    "master": layer.master_values(),
                     "exp_avg": layer.exp_avg,
                     "exp_avg_sq": layer.exp_avg_sq,
                 }
@@ -163,6 +163,4 @@ def restore(path: Path, store: HostStore) -> None:
             with safe_open(file, framework="pt") as handle:
                 layer.exp_avg.copy_(handle.get_tensor("exp_avg"))
                 layer.exp_avg_sq.copy_(handle.get_tensor("exp_avg_sq"))
-                layer.master.copy_(handle.get_tensor("master"))
-            if not layer.master_is_working:
-                layer.working.copy_(layer.master)
+                layer.write_master(handle.get_tensor("master"))

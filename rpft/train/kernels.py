@@ -6,7 +6,6 @@ import importlib.util
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -14,9 +13,6 @@ import torch
 
 from rpft.errors import UserError
 from rpft.model.graphs import KernelKind
-from rpft.model.host_store import HostStore
-from rpft.optim.host_optimizer import update_cases
-from rpft.optim.one_pass import FusedPass, OnePass, prepare
 from rpft.recipe.checks import several_rounds
 
 
@@ -49,14 +45,14 @@ def choose_kernels(setting: Literal["auto", "eager", "trace", "compile"], device
 
 def _missing_for_compilation(device_type: str) -> str | None:
     if device_type == "cpu":
-        compilers, variable, language = ["g++", "clang++"], "CXX", "C++"
+        names, variable, language = ["g++", "clang++"], "CXX", "C++"
     else:
-        compilers, variable, language = ["gcc", "clang"], "CC", "C"
+        names, variable, language = ["gcc", "clang"], "CC", "C"
         if importlib.util.find_spec("triton") is None:
             return "Triton is not installed: pip install triton, in the version that this torch asks for"
     own = os.environ.get(variable)
-    if not any(shutil.which(name) for name in ([own] if own else compilers)):
-        looked = f"${variable}, {own}, is not one" if own else f"install {compilers[0]} or set ${variable}"
+    if not any(shutil.which(name) for name in ([own] if own else names)):
+        looked = f"${variable}, {own}, is not one" if own else f"install {names[0]} or set ${variable}"
         return f"no {language} compiler is found: {looked}"
     if not (_include_folder() / "Python.h").is_file():
         return "Python's headers are missing: install those of this Python (python3-dev or python3-devel)"
@@ -67,16 +63,6 @@ def _include_folder() -> Path:
     scheme = sysconfig.get_default_scheme()
     # Debian's own scheme names a folder where the headers of its Python are not.
     return Path(sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme))
-
-
-def optimizer_kernels(
-    kind: KernelKind, store: HostStore, delayed: bool, num_threads: int | None, say: Callable[[str], None]
-) -> OnePass:
-    """What updates the layers of ``store``: compiled where the layers are. ``num_threads`` None: measured."""
-    if kind != "compile":
-        return FusedPass()
-    say("compiling the optimizer's update; the first time on a machine it takes half a minute")
-    return prepare(update_cases(store, delayed), num_threads=num_threads)
 
 
 def choose_gradient_dtype(

@@ -35,7 +35,6 @@ from rpft.optim.host_optimizer import HostOptimizer
 from rpft.optim.schedule import Schedule
 from rpft.recipe.schema import Recipe
 from rpft.train.checkpoint import CheckpointFolder, TrainState, read_state, refuse_another_run, restore
-from rpft.train.kernels import optimizer_kernels
 from rpft.train.metrics import EvalRecord, MetricsFile, StepRecord
 from rpft.train.prepare import Prepared
 from rpft.train.reporter import Reporter
@@ -124,7 +123,7 @@ class Trainer:
         self._store = HostStore(
             self._prepared.layouts,
             self._prepared.devices[0].allocate_host,
-            separate_masters=self._delayed,
+            separate_masters=self._prepared.separate_masters,
             gradient_dtype=self._prepared.gradient_dtype,
         )
         load_checkpoint(self._prepared.checkpoint, self._prepared.skeleton, self._store, self._reporter.loading)
@@ -182,13 +181,7 @@ class Trainer:
             delays,
             updates_applied=self._state.updates_applied,
             skipped_steps=self._state.skipped_steps,
-            kernels=optimizer_kernels(
-                self._prepared.kernels.kind,
-                self._store,
-                self._delayed,
-                self._recipe.engine.cpu_threads,
-                self._reporter.say,
-            ),
+            kernels=self._prepared.one_pass,
         )
 
     # -- the loop ------------------------------------------------------------------------------------------

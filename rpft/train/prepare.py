@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,8 @@ from rpft.model.layers import build_layers
 from rpft.model.layout import LayerLayout
 from rpft.model.skeleton import Skeleton, build_model, cut, has_dropout
 from rpft.model.verify import verify_packing
+from rpft.optim.one_pass import FusedPass, OnePass, measured_rate
+from rpft.optim.one_pass import prepare as prepare_one_pass
 from rpft.plan.bill import (
     Bill,
     Workload,
@@ -41,11 +42,6 @@ Say = Callable[[str], None]
 """Takes a line for the person who waits."""
 
 
-_UPDATES_OF_A_CORE = 5e8
-_MOST_UPDATES = 4e9
-"""Parameters a second: of one core, and of the memory behind many (measured with benchmarks/optimizer.py)."""
-
-
 @dataclass
 class Prepared:
     """A run, ready to load its weights."""
@@ -64,6 +60,10 @@ class Prepared:
     kernels: KernelChoice
     functions: list[LayerFunctions]
     """What runs the layers, one a device."""
+    one_pass: OnePass
+    """What updates the layers."""
+    separate_masters: bool
+    """As of the host store."""
     profiles: list[LayerProfile] | None
     """What each layer takes; None where nothing was measured."""
     data: RunData
@@ -108,18 +108,23 @@ def prepare(recipe: Recipe, say: Say = lambda line: None) -> Prepared:
         rows = recipe.train.micro_batch_size
         dropout, packed = has_dropout(skeleton.model), recipe.data.packing
         profiles = measure(functions[0], layouts, shape.vocab_size, rows, data.longest, dropout, packed, say)
+    one_pass = prepare_one_pass(num_threads=recipe.engine.cpu_threads)
+    delayed = recipe.optimizer.update == "delayed"
+    # torch's fused kernel wants whole masters: it would have to join and split what lies in two halves.
+    separate_masters = delayed or isinstance(one_pass, FusedPass)
     work = Workload(
         shape,
         recipe.train.micro_batch_size * data.longest,
         recipe.train.gradient_accumulation_steps,
-        recipe.optimizer.update == "delayed",
+        delayed,
         kernels.kind,
         gradient_dtype,
         profiles,
+        separate_masters,
     )
     vram = min((b for b in (device.memory_bytes() for device in devices) if b is not None), default=None)
     ram = recipe.engine.ram_limit or available_host_bytes()
-    rates = ASSUMED_RATES if profiles is None else _rates(devices[0], recipe.engine.emulate_link_gbps)
+    rates = ASSUMED_RATES if profiles is None else _rates(devices[0], recipe.engine.emulate_link_gbps, one_pass)
     plan = given or choose_plan(
         layouts, skeleton, work, len(devices), num_microbatches, recipe.engine.recompute, vram, ram, rates
     )
@@ -138,6 +143,8 @@ def prepare(recipe: Recipe, say: Say = lambda line: None) -> Prepared:
         devices,
         kernels,
         functions,
+        one_pass,
+        separate_masters,
         profiles,
         data,
         plan,
@@ -145,12 +152,12 @@ def prepare(recipe: Recipe, say: Say = lambda line: None) -> Prepared:
     )
 
 
-def _rates(device: Device, emulated_gbps: float | None) -> Rates:
-    """The link as measured, or as emulated; the optimizer as the number of cores lets expect."""
+def _rates(device: Device, emulated_gbps: float | None, one_pass: OnePass) -> Rates:
+    """The link as measured, or as emulated, and the optimizer as measured."""
     up, down = measure_link(device.torch_device, device.allocate_host)
     if emulated_gbps is not None:
         up, down = min(up, emulated_gbps * 1e9), min(down, emulated_gbps * 1e9)
-    update = min(_MOST_UPDATES, _UPDATES_OF_A_CORE * (os.cpu_count() or 1))
+    update = measured_rate(one_pass)
     return Rates(up, down, update, 3 * update)
 
 

@@ -5,12 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from support.engines import plan_of, run_engine
-from support.models import skeleton_of
 
 from rpft.model.adapters import LoraSettings
-from rpft.model.host_store import HostStore
-from rpft.model.layers import build_layers
-from rpft.optim.host_optimizer import update_cases
 from rpft.optim.one_pass import CompiledPass, prepare
 
 pytestmark = [
@@ -87,11 +83,8 @@ def test_plan_workers_and_timing_do_not_change_a_bit(family, dtype, update_lag, 
 
 
 @pytest.fixture(scope="module")
-def compiled_update(checkpoint):
-    """The optimizer's one-pass kernels for a bfloat16 llama, sync and delayed; up to a minute on a new machine."""
-    store = HostStore(build_layers(skeleton_of(checkpoint("llama"), BF16), BF16), gradient_dtype=BF16)
-    cases = [case for delayed in (False, True) for case in update_cases(store, delayed)]
-    kernels = prepare(list(dict.fromkeys(cases)), num_threads=2)
+def compiled_update():
+    kernels = prepare(num_threads=2)
     assert isinstance(kernels, CompiledPass), "the one-pass update could not be compiled"
     return kernels
 

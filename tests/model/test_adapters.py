@@ -138,7 +138,7 @@ def test_masters_of_a_bf16_adapter_start_at_its_working_weights(tmp_path: Path) 
     tiny_checkpoint(tmp_path, "llama")
     loaded = load_lora(tmp_path, dtype=torch.bfloat16)
     for name in trained_names(loaded):
-        master = loaded.store.trained_view(name, "master")
+        master = loaded.store.master(name)
         assert torch.equal(master.bfloat16(), loaded.store.tensor(name)), name
 
 

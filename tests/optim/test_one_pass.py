@@ -5,19 +5,32 @@ import os
 import shutil
 import threading
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
-from torch._inductor import config as inductor_config
 
+from rpft.model.split_float import join, split_into
+from rpft.optim import kernels as kernels_module
 from rpft.optim import one_pass, threads
 from rpft.optim.kernels import SQUARES_ROW
-from rpft.optim.one_pass import Case, CompiledPass, FusedPass, prepare
+from rpft.optim.one_pass import CompiledPass, FusedPass, prepare
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Case(NamedTuple):
+    """The types of one update."""
+
+    gradients: tuple[torch.dtype, ...]
+    working: torch.dtype | None
+    split: bool = False
+
+
 ONE_USE = Case((BF16,), BF16)
 TWO_USES = Case((FP32, FP32), None)
-HALF = Case((FP16,), FP16)
+CASES = [ONE_USE, TWO_USES, Case((BF16,), BF16, split=True), Case((BF16, BF16), BF16, split=True)]
+CASES += [Case((FP32,), BF16, split=True), Case((FP32,), FP16), Case((FP32,), None), Case((BF16,), None)]
 SETTINGS = {"learning_rate": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "updates_before": 0}
 LENGTHS = [1, 15, 16, 17, 4 * SQUARES_ROW + 37]
 SPECIAL = [float("inf"), float("-inf"), float("nan"), -0.0, 1e-40, -1e-45, 3.4e38, 65519.0, 65520.0, 6e-8, 2.9e-8]
@@ -29,7 +42,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g
 
 @pytest.fixture(scope="module")
 def compiled_cases():
-    return CompiledPass([ONE_USE, TWO_USES])
+    return CompiledPass()
 
 
 @pytest.fixture(params=[pytest.param("compiled", marks=needs_compiler), "fused"])
@@ -56,7 +69,15 @@ def random(length, dtype, seed):
 def fresh(case, length):
     """Master, moments and working weights of a layer that has had no update."""
     working = None if case.working is None else torch.zeros(length, dtype=case.working)
-    return random(length, FP32, 0), torch.zeros(length), torch.zeros(length), working
+    master = random(length, FP32, 0)
+    if case.split:
+        values, master = master, torch.zeros(length, dtype=torch.int16)
+        split_into(working, master, values)
+    return master, torch.zeros(length), torch.zeros(length), working
+
+
+def values_of(master, working):
+    return join(working, master) if master.dtype == torch.int16 else master
 
 
 def random_gradients(case, length, seed):
@@ -65,7 +86,7 @@ def random_gradients(case, length, seed):
 
 def assert_torchs_numbers(kernels, case, length, weight_decay, divisor):
     master, exp_avg, exp_avg_sq, working = fresh(case, length)
-    parameter = torch.nn.Parameter(master.clone())
+    parameter = torch.nn.Parameter(values_of(master, working).clone())
     reference = torch.optim.AdamW([parameter], lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=weight_decay)
     settings = SETTINGS | {"weight_decay": weight_decay, "gradient_divisor": divisor}
     for step in range(5):
@@ -77,26 +98,36 @@ def assert_torchs_numbers(kernels, case, length, weight_decay, divisor):
         reference.step()
     state = reference.state[parameter]
     for ours, theirs in (
-        (master, parameter.detach()),
+        (values_of(master, working), parameter.detach()),
         (exp_avg, state["exp_avg"]),
         (exp_avg_sq, state["exp_avg_sq"]),
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
-    if working is not None:
+    if working is not None and not case.split:
         assert torch.equal(working, master.to(working.dtype))
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("case", [ONE_USE, TWO_USES])
+@pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize(("weight_decay", "divisor"), [(0.1, 1.0), (0.0, 37.0)])
 def test_the_update_is_torchs(kernels, case, length, weight_decay, divisor):
     assert_torchs_numbers(kernels, case, length, weight_decay, divisor)
 
 
-@pytest.mark.slow
-@needs_compiler
-def test_the_update_is_torchs_in_float16():
-    assert_torchs_numbers(CompiledPass([HALF]), HALF, 4133, 0.1, 3.0)
+@pytest.mark.parametrize("gradients", [(BF16,), (FP32, FP32)], ids=str)
+def test_a_master_in_two_halves_takes_the_updates_of_a_whole_one_to_the_bit(kernels, gradients):
+    length = 3 * SQUARES_ROW + 5
+    whole, split = Case(gradients, None), Case(gradients, BF16, split=True)
+    states = [fresh(case, length) for case in (whole, split)]
+    for step in range(5):
+        for case, (master, *moments, working) in zip((whole, split), states, strict=True):
+            given = random_gradients(case, length, step)
+            settings = SETTINGS | {"gradient_divisor": 3.0, "updates_before": step}
+            kernels.adamw_pass(given, master, *moments, working, **settings)
+    (master, *moments, _), (rest, *other_moments, working) = states
+    assert torch.equal(master, join(working, rest))
+    assert all(torch.equal(*pair) for pair in zip(moments, other_moments, strict=True))
+    assert (working.float() - master).abs().le(master.abs() * 2**-8).all()
 
 
 def test_a_layer_without_elements_is_left_alone(kernels):
@@ -126,7 +157,10 @@ def test_working_weights_are_rounded_like_torchs_to_the_bit(kernels):
         **SETTINGS | {"weight_decay": 0.0, "gradient_divisor": 1.0},
     )
     torch.testing.assert_close(master, before, rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(bits(working), bits(before.to(BF16)))
+    rounded = before.to(BF16)
+    nan = rounded.isnan()  # torch's own conversion gives one of two NaNs, depending on the tensor's length
+    assert torch.equal(working.isnan(), nan)
+    assert torch.equal(bits(working)[~nan], bits(rounded)[~nan])
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -180,7 +214,7 @@ def in_a_thread_of_its_own(work):
 @needs_compiler
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted as Linux lists them")
 def test_a_pass_has_the_threads_that_it_was_given_and_changes_no_other_setting(compiled):
-    run = one_pass.scratch(compiled, ONE_USE, 100_000)
+    run = one_pass.scratch(compiled, 100_000)
 
     def threads_started():
         torch.get_num_threads()  # torch's own first use in a thread
@@ -224,20 +258,17 @@ def test_other_threads_run_python_in_the_middle_of_a_pass(compiled):
     assert seen.is_set()
 
 
-@needs_compiler
-def test_nothing_is_compiled_in_the_middle_of_a_step(compiled):
-    with pytest.raises(KeyError):
-        one_pass.scratch(compiled, Case((FP32,), BF16), 64)()
-
-
-def test_without_a_compiler_the_fused_kernel_does_it_and_says_so_once(caplog):
+@pytest.mark.parametrize("fault", ["none", "fails"])
+def test_without_a_compiler_the_fused_kernel_does_it_and_says_so_once(fault, caplog, monkeypatch):
     one_pass._warn_once.cache_clear()
-    with inductor_config.patch({"cpp.cxx": ("no-such-compiler",)}), caplog.at_level(logging.WARNING):
-        first, second = (prepare([ONE_USE], num_threads=1) for _ in range(2))
+    monkeypatch.setattr(one_pass, "_compiled_once", kernels_module.CompiledKernels)
+    monkeypatch.setattr(kernels_module, "compiler", lambda: None if fault == "none" else ["false"])
+    with caplog.at_level(logging.WARNING):
+        first, second = (prepare(num_threads=1) for _ in range(2))
     assert isinstance(first, FusedPass)
     assert isinstance(second, FusedPass)
     (message,) = [record.getMessage() for record in caplog.records if record.name == one_pass.__name__]
-    assert "C++ compiler" in message
+    assert ("install g++" if fault == "none" else "false -O3") in message
     assert_torchs_numbers(first, ONE_USE, 4133, 0.1, 3.0)
 
 
@@ -276,6 +307,6 @@ def test_a_trial_runs_on_its_number_of_threads():
 def test_prepared_kernels_measure_for_themselves(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(5)), raising=False)
     monkeypatch.setattr(one_pass, "_SCRATCH_ELEMENTS", 1 << 12)
-    kernels = prepare([ONE_USE])
+    kernels = prepare()
     assert isinstance(kernels, CompiledPass)
     assert kernels.num_threads in threads.thread_counts(one_pass.SPARE_CORES)
