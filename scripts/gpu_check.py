@@ -2,8 +2,8 @@
 
     python scripts/gpu_check.py [--only 1.7b,8b] [--peers] [--skip-tests] [--out FOLDER] [--commit HASH]
 
---only takes names of cases or groups: 1.7b, 8b, 8b-lora, 8b-small, links, long; of peers: roof, fsdp2, roundpipe.
---peers adds the peers of the chosen groups. FOLDER gets gpu_check.json, written anew after each case, so that what
+--only takes names of cases or groups: 1.7b, 8b, 8b-lora, 8b-small, one, links, long; of peers: roof, fsdp2,
+roundpipe. --peers adds the peers of the chosen groups. FOLDER gets gpu_check.json, written anew after each case, so that what
 is done stays if the call is ended, and gpu_check.log. rpft runs under a cap of 24 GiB of VRAM a GPU; an H200
 computes faster and has a wider link than the cards that the cap stands for.
 """
@@ -46,7 +46,7 @@ class Case:
 
     name: str
     words: str
-    """What Python is given; {gpus} stands for the number of GPUs, {workers} for that and then 1."""
+    """What Python is given; {gpus} stands for the number of GPUs, two at most."""
     groups: tuple[str, ...] = ()
     seconds: int = 300
     """What it may take before it is ended."""
@@ -80,18 +80,20 @@ def _peer(name: str, words: str, group: str, seconds: int = 300) -> Case:
 
 
 CASES = [
-    Case("1.7b", f"{RPFT} qwen3-1.7b {STEP} --steps 10 {BOTH} --workers {{workers}}"),
+    Case("1.7b", f"{RPFT} qwen3-1.7b {STEP} --steps 20 {BOTH} --workers {{gpus}}"),
+    Case("1.7b-one", f"{RPFT} qwen3-1.7b {STEP} --steps 10 {BOTH} --workers 1", ("one",)),
     *_roof("1.7b", "qwen3-1.7b", "1.7b"),
     _peer("fsdp2-1.7b", f"{FSDP2} qwen3-1.7b --rows 24 --sequence 4096 --steps 5", "1.7b"),
     _peer("fsdp2-1.7b-resident", f"{FSDP2} qwen3-1.7b --rows 24 --sequence 4096 --steps 5 --resident", "1.7b"),
     _peer("roundpipe-1.7b", f"{ROUNDPIPE} qwen3-1.7b {STEP} --steps 10 --compile-layers", "1.7b"),
     _peer("roundpipe-1.7b-as-it-comes", f"{ROUNDPIPE} qwen3-1.7b {STEP} --steps 10", "1.7b"),
     _peer("roundpipe-1.7b-exact", f"{ROUNDPIPE} qwen3-1.7b {STEP} --steps 10 --sync-step", "1.7b"),
-    Case("8b", f"{RPFT} llama-8b {STEP} --steps 6 {BOTH} --workers {{gpus}}"),
+    Case("8b", f"{RPFT} llama-8b {STEP} --steps 20 {BOTH} --workers {{gpus}}", seconds=400),
+    Case("8b-one", f"{RPFT} llama-8b {STEP} --steps 5 {BOTH} --workers 1", ("one",), 400),
     *_roof("8b", "llama-8b", "8b"),
     _peer("fsdp2-8b", f"{FSDP2} llama-8b --rows 24 --sequence 4096 --steps 3", "8b", 400),
     _peer("roundpipe-8b", f"{ROUNDPIPE} llama-8b {STEP} --steps 6 --compile-layers", "8b", 400),
-    Case("8b-lora", f"{RPFT} llama-8b --lora 32 {STEP} --steps 6 {BOTH} --workers {{gpus}}"),
+    Case("8b-lora", f"{RPFT} llama-8b --lora 32 {STEP} --steps 10 --workers {{gpus}}"),
     *_roof("8b-lora", "llama-8b --lora 32", "8b-lora"),
     _peer("roundpipe-8b-lora", f"{ROUNDPIPE} llama-8b --lora 32 {STEP} --steps 6", "8b-lora", 400),
     Case("8b-small", f"{RPFT} llama-8b {SMALL_STEP} --steps 10 {BOTH} --workers {{gpus}}"),
@@ -177,8 +179,7 @@ class Check:
         record.parent.mkdir(parents=True, exist_ok=True)
         record.unlink(missing_ok=True)
         count = max(1, len(self.gpus))
-        workers = ",".join(map(str, dict.fromkeys([min(2, count), 1])))
-        words = case.words.format(gpus=min(2, count), workers=workers).split()
+        words = case.words.format(gpus=min(2, count)).split()
         started = time.monotonic()
         code, lines = run([*words, "--json", str(record)], self.log, case.seconds)
         outcome = Outcome(case.name, [], seconds=time.monotonic() - started)

@@ -30,7 +30,7 @@ _RESERVE_BYTES = 1 << 29
 
 
 _ALLOCATOR_SETTINGS = "expandable_segments:True"
-"""Segments that grow leave hardly a gap; with fixed ones torch was seen to hold a fifth more than it had given out.
+"""Segments that grow leave few gaps; with fixed ones torch was seen to hold a fifth more than it had given out.
 The allocator reads this at its first use; a setting of one's own stays."""
 
 

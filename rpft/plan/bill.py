@@ -21,6 +21,12 @@ from rpft.plan.sizes import worker_sizes
 _PROCESS_BYTES = 3 << 29
 """Interpreter, torch, transformers and tokenised data: 1.5 GiB."""
 
+_COMPILER_BYTES = 1 << 30
+"""What Inductor holds in this process once layers are compiled."""
+
+_GAPS = 0.1
+"""Between tensors that come and go, of what they take: measured as what torch reserves beyond its peak."""
+
 _HEAD_CHUNK_BYTES_PER_LOGIT: dict[KernelKind, float] = {"eager": 14, "trace": 14, "compile": 4.2}
 """Logits in the working dtype, in float32, their softmax and its gradient; compiled, logits and gradient alone."""
 
@@ -80,7 +86,7 @@ def make_bill(plan: Plan, layouts: list[LayerLayout], work: Workload) -> Bill:
         "weights, gradients, optimizer state": store_bytes(layouts, work.separate_masters, work.gradient_dtype),
         "hidden states between stages": crossings * plan.num_microbatches * boundary,
         "kept for the backward": kept_blocks * plan.num_microbatches * plan.keep_bytes_per_token * max_tokens,
-        "process": _PROCESS_BYTES,
+        "process": _PROCESS_BYTES + (_COMPILER_BYTES if work.kernels == "compile" else 0),
     }
     sizes = worker_sizes(layouts, plan, boundary, work.gradient_dtype, max_tokens)
     device = {
@@ -90,7 +96,8 @@ def make_bill(plan: Plan, layouts: list[LayerLayout], work: Workload) -> Bill:
     if work.profiles is None:
         device |= _estimated_activations(plan, layouts, work)
     else:
-        device["activations, measured"] = _measured_activations(plan, work.profiles)
+        measured = _measured_activations(plan, work.profiles)
+        device |= {"activations, measured": measured, "gaps between them": int(_GAPS * measured)}
     device["results on their way down"] = _BOUNDARIES_IN_FLIGHT * (
         boundary + plan.keep_bytes_per_token * max_tokens
     )
