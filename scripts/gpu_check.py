@@ -3,9 +3,9 @@
     python scripts/gpu_check.py [--only 1.7b,8b] [--peers] [--skip-tests] [--out FOLDER] [--commit HASH]
 
 --only takes names of cases or groups: 1.7b, 8b, 8b-lora, 8b-small, one, links, long; of peers: roof, fsdp2,
-roundpipe. --peers adds the peers of the chosen groups. FOLDER gets gpu_check.json, written anew after each case, so that what
-is done stays if the call is ended, and gpu_check.log. rpft runs under a cap of 24 GiB of VRAM a GPU; an H200
-computes faster and has a wider link than the cards that the cap stands for.
+roundpipe. --peers adds the peers of the chosen groups. FOLDER gets gpu_check.json, written anew after each case,
+so that what is done stays if the call is ended, and gpu_check.log. rpft runs under a cap of 24 GiB of VRAM a GPU;
+an H200 computes faster and has a wider link than the cards that the cap stands for.
 """
 
 from __future__ import annotations
