@@ -5,5 +5,10 @@ from setuptools import find_packages, setup
 setup(
     packages=[*find_packages(include=["rpft", "rpft.*"]), "rpft.recipe.shipped_files"],
     package_dir={"rpft.recipe.shipped_files": "recipes"},
-    package_data={"rpft.recipe.shipped_files": ["*.yaml"], "rpft.optim": ["*.cpp"]},
+    package_data={
+        "rpft.recipe.shipped_files": ["*.yaml"],
+        "rpft.data": ["templates/*.jinja"],
+        "rpft.optim": ["*.cpp"],
+        "rpft.plan": ["machines/*.yaml"],
+    },
 )

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rpft.data.dataset import Dataset
-from rpft.data.encode import Row
+from rpft.data.rows import Row
 
 IGNORE_INDEX = -100
 
@@ -36,33 +36,6 @@ class Microbatch:
     position_ids: torch.Tensor | None
     trained_tokens: int
     tokens: int
-
-
-def pack_rows(rows: Sequence[Row], max_seq_len: int) -> list[tuple[int, ...]]:
-    """Put rows into packs of at most ``max_seq_len`` tokens: groups of row indices.
-
-    First-fit decreasing: rows from the longest to the shortest (ties by index), each into the first pack
-    with room for it. Deterministic; O(n log n).
-    """
-    lengths = [len(row.ids) for row in rows]
-    assert max(lengths, default=0) <= max_seq_len, "a row is longer than a pack"
-    leaves = 1 << max(0, len(rows) - 1).bit_length()
-    # room[k] is the most room of any pack below node k of a binary tree over all possible packs.
-    room = [max_seq_len] * (2 * leaves)
-    packs: list[list[int]] = []
-    for index in sorted(range(len(rows)), key=lambda i: (-lengths[i], i)):
-        node = 1
-        while node < leaves:
-            node = 2 * node if room[2 * node] >= lengths[index] else 2 * node + 1
-        room[node] -= lengths[index]
-        pack = node - leaves
-        if pack == len(packs):
-            packs.append([])
-        packs[pack].append(index)
-        while node > 1:
-            node //= 2
-            room[node] = max(room[2 * node], room[2 * node + 1])
-    return [tuple(pack) for pack in packs]
 
 
 class BatchOrder:
@@ -131,19 +104,25 @@ def make_microbatches(
 ) -> list[Microbatch]:
     """Lay out the items of one step, in their order, ``micro_batch_size`` to a microbatch.
 
-    Each group holds the indices of the rows that share one line of ``input_ids``. The lines of a microbatch
-    are padded to the smallest of ``pad_lengths`` (ascending) that holds the longest of them; the last microbatch
-    may hold fewer lines. When any group is a pack, every microbatch of the step has position_ids.
+    The last microbatch may hold fewer lines. See ``lay_out``.
     """
-    packed = any(len(group) > 1 for group in groups)
+    chosen = [groups[first : first + micro_batch_size] for first in range(0, len(groups), micro_batch_size)]
+    return lay_out(dataset, chosen, pad_id, pad_lengths)
+
+
+def lay_out(
+    dataset: Dataset, microbatches: Sequence[Sequence[tuple[int, ...]]], pad_id: int, pad_lengths: Sequence[int]
+) -> list[Microbatch]:
+    """The microbatches of one step as tensors; each is a list of groups.
+
+    Each group holds the indices of the rows that share one line of ``input_ids``. The lines of a microbatch
+    are padded to the smallest of ``pad_lengths`` (ascending) that holds the longest of them. When any group is a
+    pack, every microbatch of the step has position_ids.
+    """
+    packed = any(len(group) > 1 for groups in microbatches for group in groups)
     return [
-        _microbatch(
-            [[dataset.rows[index] for index in group] for group in groups[first : first + micro_batch_size]],
-            packed,
-            pad_id,
-            pad_lengths,
-        )
-        for first in range(0, len(groups), micro_batch_size)
+        _microbatch([[dataset.rows[index] for index in group] for group in groups], packed, pad_id, pad_lengths)
+        for groups in microbatches
     ]
 
 

@@ -1,27 +1,33 @@
-"""Load training files into tokenised rows, with a report of what became of every row."""
+"""Load training data into tokenised rows, with a report of what became of every row."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from rpft.data.encode import Encoder, Row
-from rpft.data.formats import NO_ANSWER, Chat, Dropped, detect_format, parse_row
-from rpft.data.mask import TrainOn, render_with_spans
-from rpft.data.render import ChatRenderer, Span, merge_system
-from rpft.data.sources import Format, RawRow, Source, read_rows
+from rpft.data.cache import cache_key, default_folder, is_large, read_cached, write_cached
+from rpft.data.encode import Encoder
+from rpft.data.formats import NO_ANSWER, detect_format
+from rpft.data.loader import NOTHING_LEFT, TOO_LONG, DataSettings, RowLoader
+from rpft.data.pool import load_blocks
+from rpft.data.report import SourceReport
+from rpft.data.rows import Block, Row, Rows
+from rpft.data.sources import Source, Unread, parse_unread, unread_rows
 from rpft.errors import UserError
 
-TOO_LONG = "longer than max_seq_len"
-NOTHING_TRAINED = "no trained token"
-NOTHING_LEFT = "no trained token left after the cut"
-
-# Texts handed to the tokenizer at once: enough to keep its threads busy, few enough to stay small in RAM.
-_BATCH_ROWS = 256
+__all__ = [
+    "DataSettings",
+    "Dataset",
+    "Loading",
+    "SourceReport",
+    "explain_row",
+    "find_row",
+    "load_dataset",
+    "load_pairs",
+]
 
 _ADVICE = {
     TOO_LONG: "raise data.max_seq_len, or set data.truncation to right or left",
@@ -30,49 +36,11 @@ _ADVICE = {
 }
 
 
-@dataclass(frozen=True)
-class DataSettings:
-    """How rows become tokens.
-
-    max_seq_len: most tokens of a row. truncation: what happens to a longer row; a row cut on the right keeps
-    no end token, so it is not taught to end at the cut, and one cut on the left keeps its begin token.
-    train_on: which messages are trained; with "all" nothing is trimmed from a chat's end. system_role
-    "merge" puts system messages in front of the next user message, "error" leaves them to the template.
-    chat_template: the text of a jinja template, None for the tokenizer's own.
-    """
-
-    max_seq_len: int
-    truncation: Literal["drop", "left", "right", "error"] = "drop"
-    train_on: TrainOn = "assistant"
-    system_role: Literal["error", "merge"] = "error"
-    chat_template: str | None = None
-
-
-@dataclass
-class SourceReport:
-    """What became of the rows of one file.
-
-    rows = trained_rows + the sum of dropped. ``trimmed`` counts chats whose messages after the last answer
-    were taken off, ``cut`` the kept rows that truncation shortened. tokens and trained_tokens are of the kept
-    rows.
-    """
-
-    path: str
-    format: Format = "auto"
-    rows: int = 0
-    trained_rows: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    trimmed: int = 0
-    cut: int = 0
-    tokens: int = 0
-    trained_tokens: int = 0
-
-
 @dataclass
 class Dataset:
-    """The rows of all sources, in the order of the sources and of their files."""
+    """The rows of all sources, in the order of the sources and of their rows."""
 
-    rows: list[Row]
+    rows: Sequence[Row]
     reports: list[SourceReport]
 
     @property
@@ -84,157 +52,126 @@ class Dataset:
         return sum(report.trained_tokens for report in self.reports)
 
 
-def load_dataset(sources: Iterable[Source], tokenizer: Any, settings: DataSettings) -> Dataset:
+@dataclass(frozen=True)
+class Loading:
+    """How rows are loaded; nothing here changes what they are.
+
+    processes: those that tokenise a large source. cache: "auto" keeps the tokens of large files in
+    ``default_folder``, "off" keeps none, another text is a folder that keeps those of every source. progress:
+    called with a source, the rows of it that are done, and whether they are all.
+    """
+
+    processes: int = 1
+    cache: str = "off"
+    progress: Callable[[Source, int, bool], None] | None = None
+
+
+def load_dataset(
+    sources: Iterable[Source], tokenizer: Any, settings: DataSettings, loading: Loading | None = None
+) -> Dataset:
     """Read, render, tokenise and cut every row of the sources.
 
     ``tokenizer`` is a fast tokenizer of transformers. Raises UserError for a row that cannot be read, naming
     file and line, and when no row with a trained token remains.
     """
-    loader = _Loader(tokenizer, settings)
-    dataset = Dataset([], [])
-    for source in sources:
-        report = SourceReport(source.path)
-        dataset.rows += loader.rows(source, report)
-        dataset.reports.append(report)
+    loading = loading or Loading()
+    loaded = [_load_source(source, tokenizer, settings, loading) for source in sources]
+    dataset = Dataset(Rows(block for block, _ in loaded), [report for _, report in loaded])
     if not dataset.rows:
         raise UserError(_nothing_to_train(dataset.reports))
     return dataset
 
 
-def explain_row(source: Source, index: int, tokenizer: Any, settings: DataSettings) -> list[tuple[int, str, bool]]:
-    """The tokens of the row at ``index`` of a file (from 0) as (id, text, trained).
+def load_pairs(sources: Iterable[Source], tokenizer: Any, settings: DataSettings) -> Iterator[tuple[Row, Row]]:
+    """(chosen, rejected) of every row of sources of preference pairs, with the checks of every other row.
 
-    Raises UserError when the file has no such row, or the row is dropped.
+    Both have the same prompt in front, of which nothing is trained. A pair is dropped when one of the two is.
     """
-    loader = _Loader(tokenizer, settings)
-    report = SourceReport(source.path)
-    raw = list(islice(read_rows(source), index + 1))
-    if len(raw) <= index:
-        raise UserError(f"{source.path} has {len(raw)} rows; the last one is row {len(raw) - 1}.")
-    report.format = detect_format(raw[0]) if source.format == "auto" else source.format
-    rows = list(loader.encode(raw[index:], report))
+    for source in sources:
+        for block, report in load_blocks(unread_rows(source), source, tokenizer, settings, 1):
+            if report.format != "preference":
+                raise UserError(f"{source.path} holds rows of format {report.format}, not preference pairs.")
+            rows = Rows([block])
+            for index in range(0, len(rows), 2):
+                yield rows[index], rows[index + 1]
+
+
+def explain_row(source: Source, index: int, tokenizer: Any, settings: DataSettings) -> list[tuple[int, str, bool]]:
+    """The tokens of the row at ``index`` of a source (from 0) as (id, text, trained).
+
+    Of a preference pair, those of the chosen answer and then those of the rejected one. Raises UserError when
+    the source has no such row, or the row is dropped.
+    """
+    encoder = Encoder(tokenizer)
+    _, rows = find_row(source, index, tokenizer, settings)
+    return [
+        (token, encoder.text_of(token), flag)
+        for row in rows
+        for token, flag in zip(row.ids.tolist(), row.trained.tolist(), strict=True)
+    ]
+
+
+def find_row(source: Source, index: int, tokenizer: Any, settings: DataSettings) -> tuple[str, list[Row]]:
+    """(place, rows) of the row at ``index`` of a source: two for a pair. UserError as for ``explain_row``."""
+    unread, first = _find(source, index)
+    report = SourceReport(source.path, source.format)
+    if report.format == "auto":
+        report.format = detect_format(parse_unread(first, source.columns))
+    rows = RowLoader(tokenizer, settings).rows([unread], index, source, report)
     if not rows:
-        raise UserError(f"{raw[index].where}: this row is not trained on: {', '.join(report.dropped)}.")
-    ids, trained = rows[0].ids.tolist(), rows[0].trained.tolist()
-    return [(i, loader.encoder.text_of(i), t) for i, t in zip(ids, trained, strict=True)]
+        raise UserError(f"{unread.where}: this row is not trained on: {', '.join(report.dropped)}.")
+    return unread.where, [row for _, row in rows]
 
 
-@dataclass(frozen=True)
-class _Rendered:
-    """A row on its way to the tokenizer."""
-
-    where: str
-    text: str
-    spans: list[Span]
-    end: bool
-
-
-class _Loader:
-    """Carries rows from file to tokens and counts into the report of their source."""
-
-    def __init__(self, tokenizer: Any, settings: DataSettings) -> None:
-        self.encoder = Encoder(tokenizer)
-        self._renderer = ChatRenderer(tokenizer, settings.chat_template)
-        self._settings = settings
-
-    def rows(self, source: Source, report: SourceReport) -> Iterator[Row]:
-        stream = read_rows(source)
-        report.format = source.format
-        while batch := list(islice(stream, _BATCH_ROWS)):
-            if report.format == "auto":
-                report.format = detect_format(batch[0])
-            yield from self.encode(batch, report)
-
-    def encode(self, batch: list[RawRow], report: SourceReport) -> Iterator[Row]:
-        report.rows += len(batch)
-        rendered = []
-        for raw in batch:
-            result = self._render(raw, report)
-            if isinstance(result, Dropped):
-                _count(report, result)
-            else:
-                rendered.append(result)
-        if not rendered:
-            return
-        rows = self.encoder.encode(
-            [r.text for r in rendered], [r.spans for r in rendered], [r.end for r in rendered]
-        )
-        for row, origin in zip(rows, rendered, strict=True):
-            result = self._fit(row, origin.where)
-            if isinstance(result, Dropped):
-                _count(report, result)
-                continue
-            report.trained_rows += 1
-            report.cut += len(result.ids) < len(row.ids)
-            report.tokens += len(result.ids)
-            report.trained_tokens += int(result.trained.sum())
-            yield result
-
-    def _render(self, raw: RawRow, report: SourceReport) -> _Rendered | Dropped:
-        parsed = parse_row(raw, report.format)
-        if isinstance(parsed, Dropped):
-            return parsed
-        if isinstance(parsed, str):
-            text, spans, end = parsed, [(0, len(parsed))], True
-        else:
-            chat = self._prepare(parsed, raw.where, report)
-            text, spans = render_with_spans(
-                chat, self._settings.train_on, self._renderer, self.encoder.special_tokens, raw.where
-            )
-            end = False
-        if not text.isascii():
-            _refuse_half_characters(text, raw.where)
-        return _Rendered(raw.where, text, spans, end)
-
-    def _prepare(self, chat: Chat, where: str, report: SourceReport) -> Chat:
-        if self._settings.system_role == "merge":
-            chat = merge_system(chat, where)
-        if self._settings.train_on == "all":
-            return chat
-        length = 1 + max(i for i, message in enumerate(chat.messages) if message["role"] == "assistant")
-        if length < len(chat.messages):
-            report.trimmed += 1
-            chat = replace(chat, messages=chat.messages[:length], trainable=chat.trainable[:length])
-        return chat
-
-    def _fit(self, row: Row, where: str) -> Row | Dropped:
-        if not row.trained.any():
-            return Dropped(NOTHING_TRAINED)
-        limit = self._settings.max_seq_len
-        length = len(row.ids)
-        if length <= limit:
-            return row
-        if self._settings.truncation == "drop":
-            return Dropped(TOO_LONG)
-        if self._settings.truncation == "error":
-            raise UserError(
-                f"{where}: the row has {length} tokens, data.max_seq_len is {limit}: raise it, shorten the "
-                "row, or set data.truncation to drop, left or right."
-            )
-        if self._settings.truncation == "right":
-            kept = np.arange(limit)
-        else:
-            kept = np.arange(length - limit, length)
-            if self.encoder.begins(row):
-                kept[0] = 0
-        ids, trained = row.ids[kept], row.trained[kept]
-        trained[0] = False
-        return Row(ids, trained) if trained.any() else Dropped(NOTHING_LEFT)
+def _find(source: Source, index: int) -> tuple[Unread, Unread]:
+    """(the row at ``index``, the first row)."""
+    first = last = None
+    count = 0
+    for unread in islice(unread_rows(source), index + 1):
+        first, last, count = first or unread, unread, count + 1
+    if count <= index or first is None or last is None:
+        raise UserError(f"{source.path} has {count} rows; the last one is row {count - 1}.")
+    return last, first
 
 
-def _count(report: SourceReport, dropped: Dropped) -> None:
-    report.dropped[dropped.reason] = report.dropped.get(dropped.reason, 0) + 1
+def _load_source(
+    source: Source, tokenizer: Any, settings: DataSettings, loading: Loading
+) -> tuple[Block, SourceReport]:
+    report = SourceReport(source.path, source.format)
+    folder = _cache_folder(source, loading.cache)
+    key = None if folder is None else cache_key(source, tokenizer, settings)
+    if folder is not None and key is not None:
+        found = read_cached(folder, key)
+        if found is not None:
+            return found
+    blocks = load_blocks(unread_rows(source), source, tokenizer, settings, loading.processes)
+    blocks = _watched(source, blocks, loading)
+    if folder is not None and key is not None:
+        return write_cached(folder, key, blocks, report), report
+    kept = []
+    for block, part in blocks:
+        kept.append(block)
+        report.add(part)
+    return Block.joined(kept), report
 
 
-def _refuse_half_characters(text: str, where: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        half = ord(text[error.start])
-        raise UserError(
-            f"{where}: the text holds \\u{half:04x}, half of a character that takes two such escapes, and no "
-            "token stands for it. Correct the row."
-        ) from error
+def _cache_folder(source: Source, cache: str) -> Path | None:
+    if cache == "off" or (cache == "auto" and not is_large(source)):
+        return None
+    return default_folder() if cache == "auto" else Path(cache)
+
+
+def _watched(
+    source: Source, blocks: Iterator[tuple[Block, SourceReport]], loading: Loading
+) -> Iterator[tuple[Block, SourceReport]]:
+    done = 0
+    for block, report in blocks:
+        yield block, report
+        done += report.rows
+        if loading.progress is not None:
+            loading.progress(source, done, False)
+    if loading.progress is not None:
+        loading.progress(source, done, True)
 
 
 def _nothing_to_train(reports: list[SourceReport]) -> str:

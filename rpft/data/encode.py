@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rpft.data.render import Span
+from rpft.data.rows import Row
 from rpft.errors import UserError
 
+if TYPE_CHECKING:
+    from tokenizers import Encoding, Tokenizer
 
-@dataclass(frozen=True, eq=False)
-class Row:
-    """The token ids of one row and which of them are trained.
-
-    ids: int32 [length]; trained: bool [length]. ``trained[0]`` is always false: nothing stands before the
-    first token from which it could be predicted, so ``trained.sum()`` is the number of labels of the row.
-    """
-
-    ids: np.ndarray
-    trained: np.ndarray
+__all__ = ["Encoder", "Row"]
 
 
 class Encoder:
@@ -38,6 +31,12 @@ class Encoder:
             )
         self._tokenizer = tokenizer
         self.special_tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self.num_ids = len(tokenizer)
+        # As the tokenizer's own call sets them; the call itself makes Python objects of every token.
+        self._core: Tokenizer = tokenizer.backend_tokenizer
+        self._core.no_truncation()
+        self._core.no_padding()
+        self._core.encode_special_tokens = tokenizer.split_special_tokens
         begin = tokenizer.bos_token_id
         self._begin_id = begin if begin is not None and tokenizer("a").input_ids[0] == begin else None
 
@@ -47,23 +46,15 @@ class Encoder:
         A token is trained when at least one of its characters is: the first token of an answer is then not
         lost to a blank of the prompt that it starts with.
         """
-        encoded = self._tokenizer(
-            texts,
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
+        encodings = self._core.encode_batch(texts, add_special_tokens=False)
         return [
-            self._row(np.array(ids, dtype=np.int32), np.array(offsets, dtype=np.int64), row_spans, end)
-            for ids, offsets, row_spans, end in zip(
-                encoded["input_ids"], encoded["offset_mapping"], spans, ends, strict=True
-            )
+            self._row(encoding, text_spans, end)
+            for encoding, text_spans, end in zip(encodings, spans, ends, strict=True)
         ]
 
-    def _row(self, ids: np.ndarray, offsets: np.ndarray, spans: list[Span], end: bool) -> Row:
-        trained = _overlaps(offsets.reshape(-1, 2), spans)
+    def _row(self, encoding: Encoding, spans: list[Span], end: bool) -> Row:
+        ids = np.array(encoding.ids, dtype=np.int32)
+        trained = _trained(encoding, len(ids), spans)
         if self._begin_id is not None and (not ids.size or ids[0] != self._begin_id):
             ids = np.concatenate([np.array([self._begin_id], dtype=np.int32), ids])
             trained = np.concatenate([np.array([False]), trained])
@@ -92,13 +83,35 @@ class Encoder:
         return self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
 
 
+def _trained(encoding: Encoding, num_tokens: int, spans: list[Span]) -> np.ndarray:
+    """Whether each token has a character inside a span.
+
+    The tokens at the two ends of a span are asked for; all offsets are looked at only where a character at an end
+    belongs to no token, for a Python object a token takes longer than the tokenisation of a short row.
+    """
+    trained = np.zeros(num_tokens, dtype=bool)
+    for start, end in spans:
+        if start >= end:
+            continue
+        first, last = encoding.char_to_token(start), encoding.char_to_token(end - 1)
+        if first is None or last is None:
+            return _overlaps(np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2), spans)
+        # A character may be several tokens, of which the first was given.
+        while (following := encoding.token_to_chars(last + 1)) is not None and following[0] < end:
+            last += 1
+        trained[first : last + 1] = True
+    return trained
+
+
 def _overlaps(offsets: np.ndarray, spans: list[Span]) -> np.ndarray:
+    """Whether each token has a character inside a span. offsets: int64 [tokens, 2]."""
     starts, ends = offsets[:, 0].copy(), offsets[:, 1]
     # Byte-level tokenizers that trim offsets report a token of blanks as empty, at the end of its blanks: it
     # then stands for what lies between the token before and there.
     empty = np.flatnonzero(starts == ends)
     empty = empty[empty > 0]
-    starts[empty] = np.minimum(starts[empty], ends[empty - 1])
+    if empty.size:
+        starts[empty] = np.minimum(starts[empty], ends[empty - 1])
     trained = np.zeros(len(starts), dtype=bool)
     for start, end in spans:
         trained |= (starts < end) & (ends > start)

@@ -1,36 +1,46 @@
-"""Turn a row of one of the known formats into a chat or a plain text, values unchanged."""
+"""Turn a row of one of the known formats into what is rendered or tokenised, values unchanged."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+from rpft.data.lines import parse_json
+from rpft.data.messages import Chat, parse_messages
 from rpft.data.sources import Format, RawRow
 from rpft.errors import UserError
 
-ROLES = ("system", "user", "assistant", "tool")
-SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-}
+__all__ = ["Chat", "Completion", "Dropped", "Pair", "Parsed", "Tokens", "detect_format", "parse_row"]
 
 EMPTY_ANSWER = "empty answer"
 EMPTY_TEXT = "empty text"
 NO_ANSWER = "no assistant turn"
 
+_MEDIA = ("image", "images", "audio", "audios", "video", "videos", "pixel_values")
+
 
 @dataclass(frozen=True)
-class Chat:
-    """The messages of a row, and for each whether it may be trained (never true for an empty answer)."""
+class Completion:
+    """Plain text in two parts, the second of which is what the model has to say."""
 
-    messages: list[dict[str, Any]]
-    trainable: list[bool]
-    tools: list[Any] | None = None
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A row that is tokenised already. ``trained``: for each id whether it is trained, None for all."""
+
+    ids: list[int]
+    trained: list[bool] | None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same prompt with the answer that is preferred, and the one that is not."""
+
+    chosen: Chat | Completion
+    rejected: Chat | Completion
 
 
 @dataclass(frozen=True)
@@ -40,29 +50,52 @@ class Dropped:
     reason: str
 
 
+Parsed = Chat | Completion | str | Tokens | Pair | Dropped
+"""What a row can be; a str is plain text."""
+
+
 def detect_format(row: RawRow) -> Format:
-    """The format that the keys of a file's first row say; UserError when they say none."""
+    """The format that the keys of a source's first row say; UserError when they say none."""
     keys = row.value.keys()
-    if "messages" in keys or "conversations" in keys:
-        return "messages"
-    if "instruction" in keys and "output" in keys:
-        return "alpaca"
-    if "text" in keys:
-        return "text"
+    known: tuple[tuple[Format, tuple[str, ...]], ...] = (
+        ("messages", ("messages",)),
+        ("messages", ("conversations",)),
+        ("preference", ("chosen", "rejected")),
+        ("tokens", ("input_ids",)),
+        ("alpaca", ("instruction", "output")),
+        ("prompt_completion", ("prompt", "completion")),
+        ("text", ("text",)),
+    )
+    for format, needed in known:
+        if keys >= set(needed):
+            return format
     raise UserError(
-        f"{row.where}: no format is known for a row with the keys {', '.join(sorted(keys)) or '(none)'}. "
-        "Known are messages (or conversations), instruction + output, and text."
+        f"{row.where}: no format is known for a row with the keys {', '.join(sorted(keys)) or '(none)'}. Known"
+        " are messages (or conversations), chosen + rejected, input_ids, instruction + output, prompt +"
+        " completion, and text. Other columns can be given these names with `columns`, as in {instruction:"
+        " question, output: answer}."
     )
 
 
-def parse_row(row: RawRow, format: Format) -> Chat | str | Dropped:
-    """Read one row: a Chat, the text of a text row, or Dropped; UserError when the row does not fit."""
+def parse_row(row: RawRow, format: Format) -> Parsed:
+    """Read one row; UserError when it does not fit the format."""
+    if format == "tokens":
+        return _parse_tokens(row)
+    for key in _MEDIA:
+        if row.value.get(key) not in (None, [], ""):
+            raise UserError(
+                f"{row.where}: the row holds `{key}`, and only text is supported. Remove the row, or the key if"
+                " the text stands by itself."
+            )
     if format == "messages":
         return _parse_chat(row)
     if format == "alpaca":
         return _parse_alpaca(row)
-    text = _optional_text(row, "text", format)
-    return text or Dropped(EMPTY_TEXT)
+    if format == "prompt_completion":
+        return _parse_completion(row, row.value, "completion", "prompt_completion")
+    if format == "preference":
+        return _parse_pair(row)
+    return _optional_text(row, "text", format) or Dropped(EMPTY_TEXT)
 
 
 def _parse_chat(row: RawRow) -> Chat | Dropped:
@@ -73,93 +106,110 @@ def _parse_chat(row: RawRow) -> Chat | Dropped:
             f"{row.where}: a row of format messages needs a list `messages` (or `conversations`) that is not "
             f"empty; this row has the keys {', '.join(sorted(row.value)) or '(none)'}."
         )
+    messages, trainable = parse_messages(entries, f"{row.where}, {key}")
+    system = _optional_text(row, "system", "messages") if "system" in row.value else ""
+    if system:
+        if messages[0]["role"] == "system":
+            raise UserError(
+                f"{row.where}: the row has a `system` and a first message with that role; keep one of them."
+            )
+        messages.insert(0, {"role": "system", "content": system})
+        trainable.insert(0, True)
+    return _chat_or_dropped(messages, trainable, _tools(row))
+
+
+def _tools(row: RawRow) -> list[Any] | None:
     tools = row.value.get("tools")
+    if isinstance(tools, str):
+        # A table keeps them as the text of the list.
+        content = tools.encode("utf-8", "surrogatepass")
+        tools = parse_json(content, f"{row.where}, tools") if content.strip() else None
     if tools is not None and not isinstance(tools, list):
         raise UserError(f"{row.where}: `tools` must be a list of JSON schemas.")
-    messages, trainable = [], []
-    for number, entry in enumerate(entries):
-        place = f"{row.where}, {key}[{number}]"
-        if not isinstance(entry, dict):
-            raise UserError(f"{place}: a message must be an object.")
-        message, trained = _parse_message(entry, place)
-        messages.append(message)
-        trainable.append(trained)
-    return _chat_or_dropped(messages, trainable, tools or None)
-
-
-def _parse_message(entry: dict[str, Any], place: str) -> tuple[dict[str, Any], bool]:
-    if "role" not in entry and "from" in entry:
-        entry = {**entry, "role": _sharegpt_role(entry["from"], place), "content": entry.get("value")}
-        del entry["from"]
-        entry.pop("value", None)
-    role = entry.get("role")
-    if role not in ROLES:
-        raise UserError(f"{place}: unknown role {role!r}; the roles are {', '.join(ROLES)}.")
-    # Files that passed through a table format hold null for every key that a message does not have, and
-    # templates that ask whether the key is there would take it for present.
-    message = {key: value for key, value in entry.items() if value is not None and key != "train"}
-    train = entry.get("train")
-    if train not in (None, True, False) or (train and role != "assistant"):
-        raise UserError(
-            f"{place}: `train` must be true or false, and only an assistant message can be true "
-            "(data.train_on: all trains on every message)."
-        )
-    calls = message.get("tool_calls")
-    if calls is not None and (role != "assistant" or not _is_list_of_calls(calls)):
-        raise UserError(
-            f"{place}: `tool_calls` must stand in an assistant message, as a list of "
-            "{function: {name, arguments}}."
-        )
-    message["content"] = _content(entry.get("content"), role, bool(calls), place)
-    empty = role == "assistant" and not calls and not (message["content"] or "").strip()
-    return message, train is not False and not empty
-
-
-def _is_list_of_calls(calls: Any) -> bool:
-    return isinstance(calls, list) and all(
-        isinstance(call, dict) and isinstance(call.get("function", call), dict) for call in calls
-    )
-
-
-def _sharegpt_role(name: Any, place: str) -> str:
-    if name == "function_call":
-        raise UserError(
-            f"{place}: `function_call` turns are not read yet: their value is text whose tool call cannot be "
-            "given to a chat template. Write an assistant message with `tool_calls` instead."
-        )
-    if not isinstance(name, str) or name not in SHAREGPT_ROLES:
-        raise UserError(f"{place}: unknown speaker {name!r}; known are {', '.join(SHAREGPT_ROLES)}.")
-    return SHAREGPT_ROLES[name]
-
-
-def _content(content: Any, role: str, has_calls: bool, place: str) -> Any:
-    if isinstance(content, list) and content and all(isinstance(p, dict) and "type" in p for p in content):
-        others = sorted({str(part["type"]) for part in content} - {"text"})
-        if others:
-            raise UserError(f"{place}: content of type {', '.join(others)} is not supported, only text.")
-        if not all(isinstance(part.get("text"), str) for part in content):
-            raise UserError(f"{place}: a content part of type text needs a `text` that is text.")
-        return "".join(part["text"] for part in content)
-    # A tool may answer with any JSON value; what to print of it is the template's affair.
-    if isinstance(content, str) or (role == "tool" and content is not None):
-        return content
-    if content is None and role == "assistant":
-        return None if has_calls else ""
-    raise UserError(f"{place}: `content` of a {role} message must be text, not {type(content).__name__}.")
+    return tools or None
 
 
 def _parse_alpaca(row: RawRow) -> Chat | Dropped:
     instruction = _optional_text(row, "instruction", "alpaca")
     extra = _optional_text(row, "input", "alpaca") if "input" in row.value else ""
+    system = _optional_text(row, "system", "alpaca") if "system" in row.value else ""
     output = _optional_text(row, "output", "alpaca")
     messages = [
         {"role": "user", "content": "\n\n".join(part for part in (instruction, extra) if part)},
         {"role": "assistant", "content": output},
     ]
-    return _chat_or_dropped(messages, [True, bool(output.strip())], None)
+    trainable = [True, bool(output.strip())]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+        trainable.insert(0, True)
+    return _chat_or_dropped(messages, trainable, None)
 
 
-def _optional_text(row: RawRow, key: str, format: str) -> str:
+def _parse_completion(row: RawRow, value: dict[str, Any], key: str, format: Format) -> Chat | Completion | Dropped:
+    """Two texts, or two lists of messages."""
+    prompt, said = value.get("prompt"), value.get(key)
+    if isinstance(prompt, list) != isinstance(said, list) and prompt is not None and said is not None:
+        raise UserError(f"{row.where}: `prompt` and `{key}` must both be text, or both be lists of messages.")
+    if not isinstance(said, list):
+        text = _optional_text(row, key, format)
+        return Completion(_optional_text(row, "prompt", format), text) if text.strip() else Dropped(EMPTY_ANSWER)
+    messages, trainable = parse_messages(prompt or [], f"{row.where}, prompt")
+    answers, trained = parse_messages(said, f"{row.where}, {key}")
+    completion = _chat_or_dropped(answers, trained, _tools(row))
+    if isinstance(completion, Dropped):
+        return completion
+    return Chat(messages + answers, trainable + trained, completion.tools, len(messages))
+
+
+def _parse_pair(row: RawRow) -> Pair | Dropped:
+    sides = []
+    for key in ("chosen", "rejected"):
+        side = _parse_completion(row, row.value, key, "preference")
+        if isinstance(side, Dropped):
+            return side
+        sides.append(_split_off_prompt(side) if "prompt" not in row.value else side)
+    return Pair(*sides)
+
+
+def _split_off_prompt(side: Chat | Completion) -> Chat | Completion:
+    """Without a prompt of its own, all before the last answer of a chat is the prompt."""
+    if isinstance(side, Completion):
+        return side
+    last = max(i for i, message in enumerate(side.messages) if message["role"] == "assistant")
+    return Chat(side.messages, side.trainable, side.tools, last)
+
+
+def _parse_tokens(row: RawRow) -> Tokens | Dropped:
+    ids = _whole_numbers(row, "input_ids")
+    if not ids:
+        return Dropped(EMPTY_TEXT)
+    marks = [key for key in ("labels", "completion_mask", "assistant_masks") if row.value.get(key) is not None]
+    if not marks:
+        return Tokens(ids, None)
+    if len(marks) > 1:
+        raise UserError(f"{row.where}: {' and '.join(marks)} both say what is trained; keep one of them.")
+    flags = _whole_numbers(row, marks[0])
+    if len(flags) != len(ids):
+        raise UserError(f"{row.where}: `{marks[0]}` has {len(flags)} entries, `input_ids` has {len(ids)}.")
+    if marks[0] != "labels":
+        return Tokens(ids, [flag == 1 for flag in flags])
+    for place, (label, token) in enumerate(zip(flags, ids, strict=True)):
+        if label not in (-100, token):
+            raise UserError(
+                f"{row.where}: labels[{place}] is {label}; a label is the id at the same place, here {token}, or "
+                "-100 where nothing is trained (the shift by one is done here)."
+            )
+    return Tokens(ids, [label != -100 for label in flags])
+
+
+def _whole_numbers(row: RawRow, key: str) -> list[int]:
+    values = row.value.get(key)
+    if not isinstance(values, list) or not all(type(value) is int for value in values):
+        raise UserError(f"{row.where}: `{key}` of a row of format tokens must be a list of whole numbers.")
+    return values
+
+
+def _optional_text(row: RawRow, key: str, format: Format) -> str:
     """The text under a key that must be there; null is the same as empty."""
     if key not in row.value:
         keys = ", ".join(sorted(row.value)) or "(none)"
@@ -178,6 +228,6 @@ def _chat_or_dropped(
     answers = [message for message in messages if message["role"] == "assistant"]
     if not answers:
         return Dropped(NO_ANSWER)
-    if not any(answer.get("tool_calls") or answer["content"].strip() for answer in answers):
+    if not any(answer.get("tool_calls") or (answer["content"] or "").strip() for answer in answers):
         return Dropped(EMPTY_ANSWER)
     return Chat(messages, trainable, tools)

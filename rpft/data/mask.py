@@ -17,13 +17,13 @@ the probe stands before and after the answer. A turn that neither way finds exac
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from rpft.data.formats import Chat
-from rpft.data.render import ChatRenderer, Span, refuse_left_out
+from rpft.data.messages import Chat
+from rpft.data.render import ChatRenderer, Span, refuse_left_out, with_plain_arguments
 from rpft.errors import UserError
 
-TrainOn = Literal["assistant", "last_assistant", "all"]
+TrainOn = Literal["assistant", "last_assistant", "all", "completion"]
 
 _PROBE = "\ufdd0probe\ufdd0"
 
@@ -44,11 +44,28 @@ def render_with_spans(
                 f"{where}: with data.train_on: all, `train: false` may stand on assistant messages only."
             )
     else:
-        asked = answers if train_on == "assistant" else answers[-1:]
-        chosen = [i for i in asked if chat.trainable[i]]
+        chosen = [i for i in _asked(train_on, chat, answers) if chat.trainable[i]]
     text, spans = _spans_of(chosen, answers, chat, renderer, special_tokens, where)
+    plain = with_plain_arguments(chat, text)
+    if plain is not None:
+        chat = plain
+        text, spans = _spans_of(chosen, answers, chat, renderer, special_tokens, where)
     refuse_left_out(chat, text, where)
     return text, _complement(spans, len(text)) if train_on == "all" else spans
+
+
+def _asked(train_on: TrainOn, chat: Chat, answers: list[int]) -> list[int]:
+    """The answers that ``train_on`` asks for."""
+    if train_on == "assistant":
+        return answers
+    if train_on == "last_assistant":
+        return answers[-1:]
+    start = chat.completion_from
+    if start is None:
+        # Without a completion of its own, a chat's is all that is said after the last question, calls of tools
+        # too.
+        start = max((i for i, message in enumerate(chat.messages) if message["role"] == "user"), default=-1) + 1
+    return [i for i in answers if i >= start]
 
 
 def _spans_of(
@@ -61,7 +78,7 @@ def _spans_of(
 ) -> tuple[str, list[Span]]:
     if not wanted or not renderer.has_marks(chat):
         text = renderer.render(chat, where)
-        return text, [_derive(i, text, chat, renderer, special_tokens, where) for i in wanted]
+        return text, _derive_all(wanted, answers, text, chat, renderer, special_tokens, where)
     text, spans = renderer.render_marked(chat, where)
     if wanted == answers:
         return text, spans
@@ -71,6 +88,95 @@ def _spans_of(
             "single messages cannot be chosen: use data.train_on: assistant without `train: false`."
         )
     return text, [spans[answers.index(i)] for i in wanted]
+
+
+def _derive_all(
+    wanted: list[int],
+    answers: list[int],
+    text: str,
+    chat: Chat,
+    renderer: ChatRenderer,
+    special_tokens: list[str],
+    where: str,
+) -> list[Span]:
+    """The spans of the wanted turns. Of a long chat most are found by what stands around the first two.
+
+    Rendering a prefix for every turn would take time quadratic in the number of turns.
+    """
+
+    def derive(turn: int) -> Span:
+        return _derive(turn, text, chat, renderer, special_tokens, where)
+
+    if len(wanted) < 4 or wanted != answers:
+        return [derive(turn) for turn in wanted]
+    spans = [derive(answers[0]), derive(answers[1])]
+    frame = _learn_frame(text, chat, answers[:2], spans)
+    for turn in answers[2:-1]:
+        framed = frame and _follow(frame, text, spans[-1][1], chat, turn)
+        spans.append(framed or derive(turn))
+    return [*spans, derive(answers[-1])]
+
+
+class _Frame(NamedTuple):
+    """What stands around a question and its answer: opening, question, prompt, lead, answer, tail, next opening.
+
+    What the model says is lead, answer and tail.
+    """
+
+    opening: str
+    prompt: str
+    lead: str
+    tail: str
+
+
+def _learn_frame(text: str, chat: Chat, turns: list[int], spans: list[Span]) -> _Frame | None:
+    """The frame of the second of two turns, where it can be told from what is in it."""
+    if not _is_plain_pair(chat, turns[1]):
+        return None
+    question, answer = (chat.messages[i]["content"] for i in (turns[1] - 1, turns[1]))
+    around_question = _around(text[spans[0][1] : spans[1][0]], question)
+    around_answer = _around(text[slice(*spans[1])], answer)
+    if around_question is None or around_answer is None:
+        return None
+    return _Frame(*around_question, *around_answer)
+
+
+def _follow(frame: _Frame, text: str, start: int, chat: Chat, turn: int) -> Span | None:
+    """The span of a turn whose question starts at ``start``, if exactly the frame stands around both."""
+    if not _is_plain_pair(chat, turn):
+        return None
+    for question in _printings(chat.messages[turn - 1]["content"]):
+        for answer in _printings(chat.messages[turn]["content"]):
+            before = frame.opening + question + frame.prompt
+            said = frame.lead + answer + frame.tail
+            if text.startswith(before + said + frame.opening, start):
+                return start + len(before), start + len(before) + len(said)
+    return None
+
+
+def _is_plain_pair(chat: Chat, turn: int) -> bool:
+    """Whether a turn answers a question that follows an answer, and both are nothing but text."""
+    roles = [message["role"] for message in chat.messages[max(0, turn - 2) : turn + 1]]
+    pair = chat.messages[turn - 1 : turn + 1]
+    return roles == ["assistant", "user", "assistant"] and all(
+        message.keys() == {"role", "content"} and message["content"] and "</think>" not in message["content"]
+        for message in pair
+    )
+
+
+def _printings(content: str) -> list[str]:
+    """A text as templates print it: as it is, or without the blanks around it."""
+    stripped = content.strip()
+    return [content] if stripped == content else [content, stripped]
+
+
+def _around(text: str, content: str) -> tuple[str, str] | None:
+    """What stands before and after a content that stands in a text once."""
+    for printed in _printings(content):
+        if printed and text.count(printed) == 1:
+            before, _, after = text.partition(printed)
+            return before, after
+    return None
 
 
 def _derive(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def choose_pad_lengths(lengths: Sequence[int], multiple: int, most: int) -> list[int]:
+def choose_pad_lengths(lengths: Sequence[int] | np.ndarray, multiple: int, most: int) -> list[int]:
     """At most ``most`` multiples of ``multiple``, ascending, that pad lines of ``lengths`` tokens the least.
 
     A line is padded to the smallest of them that holds it; the last is that of the longest line. A function of

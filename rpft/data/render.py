@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import jinja2
 
-from rpft.data.formats import Chat
+from rpft.data.messages import Chat
+from rpft.data.templates import PINNED_DATE, pin_date
 from rpft.errors import UserError
 
 Span = tuple[int, int]
@@ -18,20 +22,56 @@ _MARK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 _OPEN, _CLOSE = "\ufdd0generation\ufdd0", "\ufdd0endgeneration\ufdd0"
 
 
+_NOT_VARIABLES = {
+    "conversation",
+    "messages",
+    "tools",
+    "documents",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+}
+"""Arguments of ``apply_chat_template`` that are no variables of a template, or are rows'."""
+
+
 class ChatRenderer:
     """A tokenizer's chat template, or the one given in its place.
 
     ``chat_template`` is the text of a jinja template; None takes the tokenizer's own. It is first looked
-    at when a chat is rendered: text rows need no template.
+    at when a chat is rendered: text rows need no template. ``kwargs`` are further variables of the template;
+    ``day`` (YYYY-MM-DD) is what it prints for today.
     """
 
-    def __init__(self, tokenizer: Any, chat_template: str | None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        chat_template: str | None,
+        kwargs: Mapping[str, Any] | None = None,
+        day: str = PINNED_DATE,
+    ) -> None:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
+        self._kwargs = dict(kwargs or {})
+        for name in _NOT_VARIABLES & self._kwargs.keys():
+            raise UserError(
+                f"data.template_kwargs: {name} is given by the rows and by other keys of data, and cannot be a"
+                " variable of the template here. Remove it."
+            )
+        self._day = day
+        self.prints_date = False
+        """Whether a template that was used asks for today's date."""
 
     def has_marks(self, chat: Chat) -> bool:
         """Whether the template marks what the assistant says with ``{% generation %}``."""
-        return _MARK.search(self._template(chat)) is not None
+        return _has_mark(self._template(chat))
 
     def render(self, chat: Chat, where: str, *, stop: int | None = None, prompt: bool = False) -> str:
         """The text of ``chat.messages[:stop]``, with the generation prompt after it if ``prompt``.
@@ -45,7 +85,7 @@ class ChatRenderer:
         # The template itself prints a sentinel at each mark, inside the block, so that the spans hold
         # wherever the block stands (in a macro, under a filter). The empty `if` keeps the blank control of
         # the original tag.
-        template = _MARK.sub(_with_sentinel, self._template(chat))
+        template = _with_sentinels(self._template(chat))
         marked = self._apply(template, chat.messages, chat.tools, where, prompt=False)
         pieces = re.split(f"({_OPEN}|{_CLOSE})", marked)
         spans: list[Span] = []
@@ -67,6 +107,11 @@ class ChatRenderer:
         return text, spans
 
     def _template(self, chat: Chat) -> str:
+        text, asks_for_date = pin_date(self._unpinned(chat), self._day)
+        self.prints_date |= asks_for_date
+        return text
+
+    def _unpinned(self, chat: Chat) -> str:
         if self._chat_template is not None:
             return self._chat_template
         if not self._tokenizer.chat_template:
@@ -91,6 +136,7 @@ class ChatRenderer:
                 chat_template=template,
                 add_generation_prompt=prompt,
                 tokenize=False,
+                **self._kwargs,
             )
         except jinja2.TemplateSyntaxError as error:
             raise UserError(
@@ -106,7 +152,20 @@ class ChatRenderer:
 
 
 _MERGE_ADVICE = "If the template has no system role, set data.system_role: merge, or take the system message out."
-_CALLS_ADVICE = "Tool calls need a template that prints them: set one in data.chat_template, or remove the row."
+_CALLS_ADVICE = (
+    "Tool calls need a template that prints them: set one in data.chat_template, or remove the row. Some templates"
+    " want `arguments` as the text of an object, most as an object."
+)
+
+
+@functools.lru_cache(maxsize=16)
+def _has_mark(template: str) -> bool:
+    return _MARK.search(template) is not None
+
+
+@functools.lru_cache(maxsize=16)
+def _with_sentinels(template: str) -> str:
+    return _MARK.sub(_with_sentinel, template)
 
 
 def _with_sentinel(mark: re.Match[str]) -> str:
@@ -127,10 +186,63 @@ def refuse_left_out(chat: Chat, text: str, where: str) -> None:
         if role in ("system", "user") and message["content"].strip() not in text:
             advice = _MERGE_ADVICE if role == "system" else "Give a template for text in data.chat_template."
             raise UserError(f"{where}: the chat template leaves the {role} message out. {advice}")
-        for call in message.get("tool_calls", ()):
+        calls = message.get("tool_calls", ())
+        for call in calls:
             name = call.get("function", call).get("name")
             if not isinstance(name, str) or name not in text:
                 raise UserError(f"{where}: the chat template leaves the tool call {name!r} out. {_CALLS_ADVICE}")
+        if role == "assistant" and (message["content"] or "").rpartition("</think>")[2].strip() not in text:
+            beside = " that stands beside a tool call" if calls else ""
+            raise UserError(
+                f"{where}: the chat template leaves out or changes what the assistant says{beside}. Give a"
+                " template that prints it in data.chat_template, or correct the row."
+            )
+
+
+def count_removed_thoughts(chat: Chat, text: str) -> int:
+    """How many messages have reasoning that the rendered text lacks."""
+    return sum(thought not in text for thought in map(_thought, chat.messages) if thought)
+
+
+def _thought(message: dict[str, Any]) -> str:
+    for key in ("reasoning_content", "reasoning", "thinking"):
+        if isinstance(message.get(key), str):
+            return message[key].strip()
+    content = message["content"]
+    if message["role"] != "assistant" or not content or "</think>" not in content:
+        return ""
+    return content.partition("</think>")[0].rpartition("<think>")[2].strip()
+
+
+def with_plain_arguments(chat: Chat, text: str) -> Chat | None:
+    """The chat with arguments of tool calls as objects, where ``text`` has them as JSON within JSON; else None.
+
+    OpenAI's format writes arguments as the text of a JSON object. Templates that expect an object print such a
+    text with quotes and backslashes, which no model is meant to say.
+    """
+    found = False
+    messages = []
+    for message in chat.messages:
+        calls = []
+        for call in message.get("tool_calls", ()):
+            function = call.get("function", call)
+            arguments = function.get("arguments")
+            if isinstance(arguments, str) and _is_quoted_in(text, arguments):
+                plain = {**function, "arguments": json.loads(arguments)}
+                call = {**call, "function": plain} if "function" in call else plain
+                found = True
+            calls.append(call)
+        messages.append({**message, "tool_calls": calls} if calls else message)
+    return replace(chat, messages=messages) if found else None
+
+
+def _is_quoted_in(text: str, arguments: str) -> bool:
+    if json.dumps(arguments) not in text and json.dumps(arguments, ensure_ascii=False) not in text:
+        return False
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except ValueError:
+        return False
 
 
 def merge_system(chat: Chat, where: str) -> Chat:

@@ -1,118 +1,158 @@
-"""Read a training file into JSON objects, each with the place it came from."""
+"""Read training data into objects, each with the place it came from: files, folders, patterns, hub data sets."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+import glob
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+from rpft.data.lines import COMPRESSIONS, LINE_READERS, parse_object
+from rpft.data.tables import TABLE_READERS, hub_rows
 from rpft.errors import UserError
 
-Format = Literal["auto", "messages", "alpaca", "text"]
+Format = Literal["auto", "messages", "alpaca", "prompt_completion", "text", "tokens", "preference"]
+
+HUB_PREFIX = "hub:"
+"""What a path starts with that names a data set of the hub."""
+
+ENDINGS = (*LINE_READERS, *TABLE_READERS)
+"""Of files that can be read; those of lines may be compressed."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """One training file: ``.jsonl`` (an object a line) or ``.json`` (one list of objects).
+    """One entry of the training data.
 
-    ``format`` "auto" takes the format from the keys of the file's first row. ``max_rows`` keeps only the
-    first rows of the file.
+    path: a file, a folder (all files below it that can be read, by name), a pattern with ``*``, or
+    ``hub:owner/name``. format "auto" goes by the keys of the first row. ``max_rows`` keeps only the first rows.
+    weight: times that each row stands in an epoch; of a fraction, so large a share of the rows, drawn by the
+    run's seed. columns: key of the format to the name that it has in the data. config, split, revision and
+    streaming are those of a hub data set.
     """
 
     path: str
     format: Format = "auto"
     max_rows: int | None = None
+    weight: float = 1.0
+    columns: Mapping[str, str] | None = None
+    config: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    streaming: bool = False
+
+    @property
+    def is_hub(self) -> bool:
+        return self.path.startswith(HUB_PREFIX)
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A row before it is parsed: the bytes of its line, or an object that its file holds as such.
+
+    where: ``path:line``, or ``path, item i of the list``, ``path, row i``, counted from 1.
+    """
+
+    where: str
+    content: bytes | dict[str, Any]
 
 
 @dataclass(frozen=True)
 class RawRow:
-    """A JSON object as it stands in the file, and where: ``path:line`` or ``path, item i of the list``."""
+    """A row as it stands in the data, and where."""
 
     where: str
     value: dict[str, Any]
 
 
 def read_rows(source: Source) -> Iterator[RawRow]:
-    """Yield the rows of a source in file order; raises UserError for what cannot be read."""
+    """Yield the rows of a source in its order; raises UserError for what cannot be read."""
+    return (parse_unread(row, source.columns) for row in unread_rows(source))
+
+
+def parse_unread(row: Unread, columns: Mapping[str, str] | None) -> RawRow:
+    """The object of a row, its columns under the names of the format."""
+    value = row.content if isinstance(row.content, dict) else parse_object(row.content, row.where)
+    return RawRow(row.where, value if columns is None else _rename(value, columns, row.where))
+
+
+def unread_rows(source: Source) -> Iterator[Unread]:
+    """The rows of a source in its order, as far as they need not be parsed to be told apart."""
+    stream = _hub(source) if source.is_hub else _files(source)
+    empty = True
+    for where, content in islice(stream, source.max_rows):
+        empty = False
+        yield Unread(where, content)
+    if empty and source.max_rows != 0:
+        raise UserError(f"{source.path} holds no rows: write one JSON object a line, or remove it from data.")
+
+
+def files_of(source: Source) -> list[Path]:
+    """The files of a source, in the order in which they are read; UserError where there are none."""
     path = Path(source.path)
     if path.is_dir():
-        raise UserError(f"{path} is a folder: name a .jsonl or .json file inside it (data.train / data.eval).")
-    if not path.exists():
+        found = [
+            file
+            for file in sorted(path.rglob("*"))
+            if file.is_file()
+            and _ending(file) is not None
+            and not any(part.startswith(".") for part in file.relative_to(path).parts)
+        ]
+        if not found:
+            raise UserError(
+                f"{path} is a folder without a file that can be read (data.train / data.eval); files that can end"
+                f" in {', '.join(ENDINGS)}."
+            )
+        return found
+    if path.exists():
+        return [path]
+    if glob.has_magic(source.path):
+        found = sorted(Path(name) for name in glob.glob(source.path, recursive=True) if Path(name).is_file())
+        if found:
+            return found
+        raise UserError(f"{source.path}: no file matches this pattern (looked in {Path.cwd()}).")
+    raise UserError(
+        f"{path} does not exist (looked in {Path.cwd()}): correct the path in data.train / data.eval. "
+        f"A data set of the hub is written {HUB_PREFIX}owner/name."
+    )
+
+
+def _files(source: Source) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
+    for path in files_of(source):
+        ending = _ending(path)
+        if ending in TABLE_READERS:
+            yield from TABLE_READERS[ending](path)
+        else:
+            # A name without an ending that is known is taken for lines of JSON, whose errors say what it is not.
+            yield from LINE_READERS[ending or ".jsonl"](path)
+
+
+def _hub(source: Source) -> Iterator[tuple[str, dict[str, Any]]]:
+    name = source.path.removeprefix(HUB_PREFIX)
+    return hub_rows(name, source.config, source.split, source.revision, source.streaming)
+
+
+def _ending(path: Path) -> str | None:
+    """The ending that says how a file is read, without that of its compression; None for others."""
+    name = path.name.lower()
+    for compression in COMPRESSIONS:
+        if name.endswith(compression):
+            inner = Path(name.removesuffix(compression)).suffix
+            return inner if inner in LINE_READERS else None
+    ending = Path(name).suffix
+    return ending if ending in ENDINGS else None
+
+
+def _rename(value: dict[str, Any], columns: Mapping[str, str], where: str) -> dict[str, Any]:
+    missing = sorted(set(columns.values()) - value.keys())
+    if missing:
         raise UserError(
-            f"{path} does not exist (looked in {Path.cwd()}): correct the path in data.train / data.eval. "
-            "Only files are read; download a hub data set to a .jsonl file first."
+            f"{where}: no column {', '.join(missing)}, which data's `columns` names; this row has"
+            f" {', '.join(sorted(value)) or '(none)'}."
         )
-    rows = _rows_of_list(path) if path.suffix.lower() == ".json" else _rows_of_lines(path)
-    empty = True
-    for row in islice(rows, source.max_rows):
-        empty = False
-        yield row
-    if empty and source.max_rows != 0:
-        raise UserError(f"{path} holds no rows: write one JSON object a line, or remove the file from data.")
-
-
-def _rows_of_lines(path: Path) -> Iterator[RawRow]:
-    # Bytes are split on \n alone: text-mode reading would follow the locale's encoding, and str.splitlines
-    # would cut a row at a U+2028 that stands inside a string.
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            if line.strip():
-                where = f"{path}:{number}"
-                yield RawRow(where, _as_object(_parse(line.rstrip(b"\r\n"), where), where))
-
-
-def _rows_of_list(path: Path) -> Iterator[RawRow]:
-    content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
-    if not content.strip():
-        return
-    values = _parse(content, str(path))
-    if not isinstance(values, list):
-        raise UserError(
-            f"{path}: a .json file must be one list of objects, this one is {_kind(values)}. "
-            "Put the objects into [ ], or write one object a line and name the file .jsonl."
-        )
-    for number, value in enumerate(values, start=1):
-        where = f"{path}, item {number} of the list"
-        yield RawRow(where, _as_object(value, where))
-
-
-def _parse(content: bytes, where: str) -> Any:
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        within = f", line {line}" if b"\n" in content else ""
-        raise UserError(
-            f"{where}{within}: byte 0x{content[error.start]:02x} at position {error.start} is not UTF-8. "
-            "Save the file as UTF-8 text."
-        ) from error
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        within = f"line {error.lineno}, " if error.lineno > 1 else ""
-        advice = "Correct it, or remove the row."
-        if error.msg == "Extra data" and where == f"{where.removesuffix('.json')}.json":
-            advice = "A file with one object a line must be named .jsonl."
-        raise UserError(f"{where}: not JSON ({within}column {error.colno}: {error.msg}). {advice}") from error
-    except (ValueError, RecursionError) as error:
-        # An integer of thousands of digits, or brackets nested deeper than the parser goes.
-        raise UserError(f"{where}: JSON that cannot be read ({error}). Remove the row.") from error
-
-
-def _as_object(value: Any, where: str) -> dict[str, Any]:
-    if isinstance(value, dict):
-        return value
-    advice = "A file that is one list must be named .json. " if isinstance(value, list) else ""
-    raise UserError(f"{where}: a row must be a JSON object {{...}}, this one is {_kind(value)}. {advice}".strip())
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    names = {dict: "an object", list: "a list", str: "text", bool: "a truth value"}
-    return names.get(type(value), "a number")
+    taken = set(columns.values())
+    # A column that is mapped away does not also stand under its own name; one that is in the way of a key goes.
+    kept = {key: item for key, item in value.items() if key not in taken and key not in columns}
+    return kept | {key: value[column] for key, column in columns.items()}

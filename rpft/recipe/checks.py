@@ -32,6 +32,9 @@ def find_conflicts(
             ("data.eval_fraction", "data.eval"),
             "data.eval and data.eval_fraction are both set; keep one of them",
         )
+    if data and data.eval_rows is not None and (data.eval or data.eval_fraction > 0):
+        other = "data.eval" if data.eval else "data.eval_fraction"
+        yield Conflict(("data.eval_rows", other), f"{other} and data.eval_rows are both set; keep one of them")
     if train:
         yield from _train_conflicts(train)
     if train and engine:
@@ -42,8 +45,8 @@ def find_conflicts(
             f"engine.host_gradients is bfloat16 and model.dtype is {model.dtype}, whose gradients that would only"
             " round; set engine.host_gradients to auto or float32",
         )
-    if data and not data.eval and data.eval_fraction == 0:
-        advice = "set data.eval or data.eval_fraction, or remove it"
+    if data and not data.eval and data.eval_fraction == 0 and data.eval_rows is None:
+        advice = "set data.eval, data.eval_fraction or data.eval_rows, or remove it"
         if train and train.eval_every is not None:
             yield Conflict(
                 ("train.eval_every",),

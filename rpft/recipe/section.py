@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from datetime import date
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -39,6 +41,30 @@ def list_as_tuple(value: Any) -> Any:
 def bytes_or_null(value: Any) -> Any:
     """Read a size with or without a unit."""
     return None if value is None else parse_bytes(value)
+
+
+class FrozenMapping(dict[str, Any]):
+    """A mapping as the value of a key of a recipe, which is immutable and can be hashed."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(json.dumps(self, sort_keys=True))
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise TypeError("a recipe cannot be changed")
+
+
+def frozen_mapping(value: dict[str, Any] | None) -> FrozenMapping | None:
+    """What a recipe keeps of a mapping that YAML writes."""
+    return None if value is None else FrozenMapping(value)
+
+
+def day(value: str) -> str:
+    """Refuse text that is no date."""
+    try:
+        date.fromisoformat(value)
+    except ValueError:
+        raise ValueError(f"expected a date such as 2024-07-26; found {value!r}") from None
+    return value
 
 
 def no_yaml_1_1_boolean(value: Any) -> Any:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rpft.data.batches import BatchOrder, Microbatch, make_microbatches, pack_rows
-from rpft.data.dataset import Dataset, DataSettings, load_dataset
+from rpft.data.batches import BatchOrder, Microbatch, lay_out, make_microbatches
+from rpft.data.dataset import Dataset, DataSettings, Loading, load_dataset
+from rpft.data.packing import choose_microbatches, pack_lengths
 from rpft.data.padding import choose_pad_lengths
+from rpft.data.pool import available_cores
+from rpft.data.progress import LoadingProgress
+from rpft.data.rows import ChosenRows, lengths_of
+from rpft.data.selection import count_shared, hold_out, weigh
 from rpft.data.sources import Source
+from rpft.data.templates import read_template
 from rpft.errors import UserError
 from rpft.model.layout import align
-from rpft.recipe.schema import Recipe
+from rpft.recipe import schema
 
 PAD_TO_MULTIPLE = 8
 """Lines are padded to a multiple of this: few distinct shapes, which kernels and caches like."""
@@ -25,6 +32,8 @@ _FEW_LENGTHS = 8
 
 _FEW_LENGTHS_MULTIPLE = 64
 """What these are multiples of, as the tiles of kernels are, unless all lines are shorter."""
+
+_MOST_PROCESSES = 16
 
 
 @dataclass
@@ -41,6 +50,10 @@ class RunData:
     pad_id: int
     pad_lengths: Sequence[int]
     """Lengths to which lines are padded, ascending."""
+    few_shapes: bool
+    """Whether all microbatches have as many lines."""
+    notes: list[str]
+    """What a person should know of the rows, beside the reports."""
 
     @property
     def longest(self) -> int:
@@ -50,65 +63,142 @@ class RunData:
     def step(self, step: int) -> list[Microbatch]:
         """The microbatches of ``step``, counted from 1."""
         groups = [self.items[index] for index in self.order.items(step - 1)]
-        return make_microbatches(self.train, groups, self.micro_batch_size, self.pad_id, self.pad_lengths)
+        lengths = [sum(len(self.train.rows[row].ids) for row in group) for group in groups]
+        chosen = choose_microbatches(lengths, self.micro_batch_size, self.pad_lengths, self.few_shapes)
+        microbatches = [[groups[index] for index in indices] for indices in chosen]
+        return lay_out(self.train, microbatches, self.pad_id, self.pad_lengths)
 
     def evaluation(self) -> list[Microbatch]:
         """All evaluation rows, shortest first, so that little is padded."""
         data = self.eval
         assert data is not None
-        groups = [(i,) for i in sorted(range(len(data.rows)), key=lambda i: len(data.rows[i].ids))]
+        groups = [(int(i),) for i in np.argsort(lengths_of(data.rows), kind="stable")]
         return make_microbatches(data, groups, self.micro_batch_size, self.pad_id, self.pad_lengths)
 
 
-def load_data(recipe: Recipe, folder: Path, few_shapes: bool, positions: int | None) -> RunData:
+def load_tokenizer(path: Path | str, revision: str | None = None) -> Any:
+    """The tokenizer in a folder or of a hub id; UserError where transformers cannot load one."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        said = str(error).splitlines()[0]
+        raise UserError(
+            f"model.path {path}: no tokenizer that transformers can load ({type(error).__name__}: {said});"
+            " tokenizer.json and tokenizer_config.json belong beside the weights"
+        ) from error
+
+
+def data_settings(spec: schema.Data) -> DataSettings:
+    """How the recipe has rows become tokens; UserError where its chat template cannot be read."""
+    return DataSettings(
+        spec.max_seq_len,
+        spec.truncation,
+        spec.train_on,
+        spec.system_role,
+        None if spec.chat_template is None else read_template(spec.chat_template),
+        dict(spec.template_kwargs) if spec.template_kwargs is not None else None,
+        spec.template_date,
+    )
+
+
+def data_sources(entries: Sequence[schema.Source]) -> list[Source]:
+    """The entries of data.train or data.eval."""
+    return [
+        replace(Source(**entry.model_dump()), columns=dict(entry.columns) if entry.columns is not None else None)
+        for entry in entries
+    ]
+
+
+def data_loading(spec: schema.Data, progress: LoadingProgress) -> Loading:
+    """With how many processes and which cache the recipe's rows are loaded."""
+    processes = spec.processes or min(_MOST_PROCESSES, available_cores())
+    return Loading(processes, os.path.expanduser(spec.token_cache), progress)
+
+
+def load_data(recipe: schema.Recipe, folder: Path, few_shapes: bool, positions: int | None) -> RunData:
     """Tokenises the recipe's rows with the tokenizer in ``folder``.
 
     ``few_shapes``: whether lines are padded to few lengths. ``positions``: those that the model has, if limited.
     """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        said = str(error).splitlines()[0]
-        raise UserError(
-            f"model.path {folder}: no tokenizer that transformers can load ({type(error).__name__}: {said});"
-            " tokenizer.json and tokenizer_config.json belong beside the weights"
-        ) from error
-    spec = recipe.data
-    template = None
-    if spec.chat_template is not None:
-        try:
-            template = Path(spec.chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"data.chat_template {spec.chat_template}: {error}") from error
-    settings = DataSettings(spec.max_seq_len, spec.truncation, spec.train_on, spec.system_role, template)
-
-    def sources(entries: Sequence[Any]) -> list[Source]:
-        return [Source(entry.path, entry.format, entry.max_rows) for entry in entries]
-
-    train = load_dataset(sources(spec.train), tokenizer, settings)
-    held_out = load_dataset(sources(spec.eval), tokenizer, settings) if spec.eval else None
-    if spec.eval_fraction:
-        train, held_out = _hold_out(train, spec.eval_fraction, recipe.train.seed)
+    spec, settings_train = recipe.data, recipe.train
+    tokenizer = load_tokenizer(folder)
+    settings = data_settings(spec)
+    with LoadingProgress() as progress:
+        loading = data_loading(spec, progress)
+        data = load_dataset(data_sources(spec.train), tokenizer, settings, loading)
+        held_out = load_dataset(data_sources(spec.eval), tokenizer, settings, loading) if spec.eval else None
+    _refuse_pairs(data, held_out)
+    train, source_of = data, np.repeat(np.arange(len(data.reports)), [r.trained_rows for r in data.reports])
+    if spec.eval_fraction or spec.eval_rows:
+        train_rows, eval_rows = hold_out(len(data.rows), _num_held_out(spec, len(data.rows)), settings_train.seed)
+        train = Dataset(ChosenRows(data.rows, train_rows), data.reports)
+        held_out = Dataset(ChosenRows(data.rows, eval_rows), data.reports)
+        source_of = source_of[train_rows]
+    taken = weigh(source_of, [entry.weight for entry in spec.train], settings_train.seed)
+    lengths = lengths_of(train.rows)[taken]
     if spec.packing:
-        items = pack_rows(train.rows, spec.max_seq_len)
+        rows = taken.tolist()
+        items = [tuple(rows[i] for i in pack) for pack in pack_lengths(lengths, spec.max_seq_len)]
     else:
-        items = [(index,) for index in range(len(train.rows))]
-    settings_train = recipe.train
+        items = [(index,) for index in taken.tolist()]
     rows_per_step = settings_train.micro_batch_size * settings_train.gradient_accumulation_steps
     epochs = settings_train.num_epochs or 1
     order = BatchOrder(len(items), rows_per_step, settings_train.seed, epochs, settings_train.max_steps)
     pad_id = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
-    lines = [sum(len(train.rows[i].ids) for i in group) for group in items]
-    lines += [len(row.ids) for row in held_out.rows] if held_out else []
-    lengths = _pad_lengths(lines, few_shapes, positions)
-    return RunData(tokenizer, train, held_out, items, order, settings_train.micro_batch_size, pad_id, lengths)
+    lines = _line_lengths(lengths_of(train.rows), items)
+    if held_out is not None:
+        lines = np.concatenate([lines, lengths_of(held_out.rows)])
+    return RunData(
+        tokenizer,
+        train,
+        held_out,
+        items,
+        order,
+        settings_train.micro_batch_size,
+        pad_id,
+        _pad_lengths(lines, few_shapes, positions),
+        few_shapes,
+        _notes(spec, data, train, held_out, taken),
+    )
 
 
-def _pad_lengths(lines: Sequence[int], few_shapes: bool, positions: int | None) -> Sequence[int]:
+def _refuse_pairs(*data: Dataset | None) -> None:
+    for report in (report for part in data if part is not None for report in part.reports):
+        if report.format == "preference":
+            raise UserError(
+                f"{report.path} holds preference pairs, which can be looked at with `rpft data` and not yet be"
+                " trained on. To train on the preferred answers, give their column as messages or completion:"
+                " `format: messages` with `columns: {messages: chosen}`."
+            )
+
+
+def _num_held_out(spec: schema.Data, num_rows: int) -> int:
+    """Rows to hold out; UserError where that leaves none to train on."""
+    key = "data.eval_rows" if spec.eval_rows is not None else "data.eval_fraction"
+    if num_rows < 2:
+        raise UserError(f"{key}: at least two rows are needed to hold one out")
+    if spec.eval_rows is not None:
+        if spec.eval_rows >= num_rows:
+            raise UserError(
+                f"{key} is {spec.eval_rows}, and there are {num_rows} rows in all: at most {num_rows - 1}"
+            )
+        return spec.eval_rows
+    return min(num_rows - 1, max(1, round(spec.eval_fraction * num_rows)))
+
+
+def _line_lengths(lengths: np.ndarray, items: Sequence[tuple[int, ...]]) -> np.ndarray:
+    """Tokens of each line."""
+    counts = np.array([len(item) for item in items])
+    rows = np.fromiter((row for item in items for row in item), dtype=np.int64, count=int(counts.sum()))
+    starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
+    return np.add.reduceat(lengths[rows], starts, dtype=np.int64)
+
+
+def _pad_lengths(lines: Sequence[int] | np.ndarray, few_shapes: bool, positions: int | None) -> Sequence[int]:
     """To which lengths lines with so many tokens are padded."""
-    longest = max(lines)
+    longest = int(max(lines))
     if not few_shapes:
         return range(PAD_TO_MULTIPLE, align(longest, PAD_TO_MULTIPLE) + 1, PAD_TO_MULTIPLE)
     coarse = align(longest, _FEW_LENGTHS_MULTIPLE)
@@ -116,13 +206,23 @@ def _pad_lengths(lines: Sequence[int], few_shapes: bool, positions: int | None) 
     return choose_pad_lengths(lines, _FEW_LENGTHS_MULTIPLE if fits else PAD_TO_MULTIPLE, _FEW_LENGTHS)
 
 
-def _hold_out(data: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
-    """Splits rows by a draw from ``seed`` into training and evaluation rows, at least one of each."""
-    count = len(data.rows)
-    if count < 2:
-        raise UserError("data.eval_fraction: at least two rows are needed to hold one out")
-    drawn = np.argsort(np.random.Philox(key=seed % 2**64).random_raw(count), kind="stable")
-    size = min(count - 1, max(1, round(fraction * count)))
-    chosen = set(drawn[:size].tolist())
-    train = [row for i, row in enumerate(data.rows) if i not in chosen]
-    return Dataset(train, data.reports), Dataset([data.rows[i] for i in sorted(chosen)], data.reports)
+def _notes(
+    spec: schema.Data, data: Dataset, train: Dataset, held_out: Dataset | None, taken: np.ndarray
+) -> list[str]:
+    lines = [
+        f"data {report.path}: {count} {what} (first: {report.places[what][0]})"
+        for report in data.reports
+        for what, count in report.notes.items()
+    ]
+    if any(entry.weight != 1 for entry in spec.train):
+        lines.append(f"data: weights make {len(taken):,} rows an epoch of {len(train.rows):,}")
+    if held_out is not None:
+        if spec.eval_fraction or spec.eval_rows:
+            lines.append(f"data: {len(held_out.rows):,} rows held out for evaluation")
+        shared = count_shared(train.rows, held_out.rows)
+        if shared:
+            lines.append(
+                f"data: {shared:,} of {len(held_out.rows):,} evaluation rows are also training rows, so the"
+                " evaluation loss is too low"
+            )
+    return lines

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from rpft.data.batches import IGNORE_INDEX, BatchOrder, make_microbatches, pack_rows
+from rpft.data.batches import IGNORE_INDEX, BatchOrder, make_microbatches
 from rpft.data.dataset import Dataset
-from rpft.data.encode import Row
+from rpft.data.packing import pack_rows
+from rpft.data.rows import Row
 
 
 def row(*ids, trained=None):

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rpft.data.formats import Chat, Dropped, detect_format, parse_row
+from rpft.data.formats import Chat, Completion, Dropped, Pair, Tokens, detect_format, parse_row
 from rpft.data.sources import RawRow
 from rpft.errors import UserError
 
@@ -176,3 +176,126 @@ def test_rows_with_nothing_to_say_are_dropped():
 def test_an_empty_answer_among_others_is_not_trained():
     chat = parse({"messages": [PAIR[0], {"role": "assistant", "content": ""}, *PAIR]})
     assert chat.trainable == [True, False, True, True]
+
+
+# --- prompt and completion, tokens, preference pairs
+
+USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("value", "format"),
+    [
+        ({"prompt": "p", "completion": "c"}, "prompt_completion"),
+        ({"prompt": "p", "chosen": "c", "rejected": "r"}, "preference"),
+        ({"input_ids": [1], "text": "x"}, "tokens"),
+    ],
+)
+def test_the_keys_tell_the_further_formats(value, format):
+    assert detect_format(RawRow("f:1", value)) == format
+
+
+def test_unknown_columns_are_told_how_they_can_be_named():
+    with pytest.raises(UserError, match=r"columns.*instruction: question"):
+        detect_format(RawRow("f:1", {"question": "x", "answer": "y"}))
+
+
+def test_a_completion_of_texts_and_of_messages():
+    assert parse({"prompt": "p", "completion": " c"}, "prompt_completion") == Completion("p", " c")
+    assert parse({"prompt": None, "completion": "c"}, "prompt_completion") == Completion("", "c")
+    chat = parse({"prompt": [*PAIR, USER], "completion": [ANSWER]}, "prompt_completion")
+    assert chat.messages == [*PAIR, USER, ANSWER]
+    assert chat.completion_from == 3
+
+
+@pytest.mark.parametrize("completion", ["", " ", None, [USER], [{"role": "assistant", "content": ""}]])
+def test_a_completion_that_says_nothing_is_dropped(completion):
+    prompt = PAIR if isinstance(completion, list) else "p"
+    assert isinstance(parse({"prompt": prompt, "completion": completion}, "prompt_completion"), Dropped)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": "p"}, "`completion`"),
+        ({"completion": "c"}, "`prompt`"),
+        ({"prompt": "p", "completion": [ANSWER]}, "both be"),
+        ({"prompt": 5, "completion": "c"}, "must be text"),
+        ({"prompt": ["p"], "completion": [ANSWER]}, "prompt[0]"),
+    ],
+)
+def test_a_completion_that_does_not_fit_is_refused(row, said):
+    assert said in refusal(row, "prompt_completion")
+
+
+def test_tokens_with_and_without_marks():
+    assert parse({"input_ids": [1, 2]}, "tokens") == Tokens([1, 2], None)
+    assert parse({"input_ids": [1, 2], "labels": [-100, 2]}, "tokens") == Tokens([1, 2], [False, True])
+    assert parse({"input_ids": [1, 2], "completion_mask": [0, 1]}, "tokens") == Tokens([1, 2], [False, True])
+    assert parse({"input_ids": []}, "tokens") == Dropped("empty text")
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"input_ids": [1, 2], "labels": [2, -100]}, "the shift by one is done here"),
+        ({"input_ids": [1, 2], "labels": [2]}, "has 1 entries"),
+        ({"input_ids": [1], "labels": [1], "completion_mask": [1]}, "both say"),
+        ({"input_ids": [1.0]}, "whole numbers"),
+        ({"input_ids": [True]}, "whole numbers"),
+        ({"input_ids": "1"}, "whole numbers"),
+    ],
+)
+def test_tokens_that_do_not_fit_are_refused(row, said):
+    assert said in refusal(row, "tokens")
+
+
+def test_pairs_have_one_prompt_and_two_answers():
+    pair = parse({"prompt": "p", "chosen": "c", "rejected": "r"}, "preference")
+    assert pair == Pair(Completion("p", "c"), Completion("p", "r"))
+    pair = parse({"prompt": [USER], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "b"}]}, "preference")
+    assert [side.completion_from for side in (pair.chosen, pair.rejected)] == [1, 1]
+    whole = parse({"chosen": [*PAIR, USER, ANSWER], "rejected": [*PAIR, USER, ANSWER]}, "preference")
+    assert whole.chosen.completion_from == 3
+    assert isinstance(parse({"prompt": "p", "chosen": "c", "rejected": ""}, "preference"), Dropped)
+
+
+def test_a_pair_of_texts_without_a_prompt_is_refused():
+    assert "`prompt`" in refusal({"chosen": "c", "rejected": "r"}, "preference")
+
+
+@pytest.mark.parametrize("key", ["images", "image", "audio", "videos"])
+def test_rows_with_media_are_refused_by_name(key):
+    assert f"`{key}`" in refusal({"messages": PAIR, key: ["a.png"]})
+    assert parse({"messages": PAIR, key: None}).messages == PAIR
+    assert parse({"messages": PAIR, key: []}).messages == PAIR
+
+
+def test_function_calls_of_sharegpt_become_tool_calls():
+    turn = {"from": "function_call", "value": '{"name": "add", "arguments": {"x": 1, "zip": "00701"}}'}
+    chat = parse({"conversations": [{"from": "human", "value": "q"}, turn, {"from": "gpt", "value": "a"}]})
+    assert chat.messages[1]["tool_calls"] == [
+        {"type": "function", "function": {"name": "add", "arguments": {"x": 1, "zip": "00701"}}}
+    ]
+    assert chat.messages[1]["content"] is None
+
+
+def test_the_system_of_an_alpaca_row_is_a_message():
+    chat = parse({"system": "s", "instruction": "i", "output": "o"}, "alpaca")
+    assert [message["role"] for message in chat.messages] == ["system", "user", "assistant"]
+
+
+def test_a_system_text_and_tools_as_text_beside_the_turns_are_read():
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    chat = parse(
+        {
+            "system": "s",
+            "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}],
+            "tools": '[{"type": "function", "function": {"name": "add"}}]',
+        }
+    )
+    assert chat.messages[0] == {"role": "system", "content": "s"}
+    assert chat.tools == tools
+    assert parse({"messages": PAIR, "system": "", "tools": ""}).messages == PAIR
+    assert "keep one of them" in refusal({"messages": [{"role": "system", "content": "x"}, *PAIR], "system": "s"})
+    assert "rows.jsonl:7, tools: not JSON" in refusal({"messages": PAIR, "tools": "add"})

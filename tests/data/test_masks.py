@@ -3,9 +3,14 @@
 import chat_kinds as kinds
 import pytest
 from chat_kinds import chat
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from rpft.data.dataset import DataSettings, explain_row, load_dataset
-from rpft.data.sources import Source
+from rpft.data.formats import parse_row
+from rpft.data.mask import _derive, render_with_spans
+from rpft.data.render import ChatRenderer
+from rpft.data.sources import RawRow, Source
 from rpft.errors import UserError
 
 
@@ -259,3 +264,124 @@ def test_a_template_whose_answers_cannot_be_told_is_refused_with_a_way_out(make_
     message = refusal(TWO_TURNS, make_tokenizer(template))
     assert "message 1 cannot be found exactly" in message
     assert "{% generation %}" in message
+
+
+# --- completions, arguments as text, what a template leaves out
+
+
+def test_a_completion_is_all_that_is_said_after_the_last_question(make_tokenizer, trained):
+    row = chat("U Hello", "A Yo", "U Ping", "A Pong", "T 2", "A Two")
+    pieces, _ = trained(row, make_tokenizer(kinds.CHATML), train_on="completion")
+    assert pieces == ["Pong<|im_end|>", "Two<|im_end|>"]
+
+
+def test_a_row_with_a_completion_of_its_own_says_where_it_starts(make_tokenizer, trained):
+    messages = chat("U Hello", "A Yo", "U Ping", "A Pong")["messages"]
+    row = {"prompt": messages[:1], "completion": messages[1:]}
+    tokenizer = make_tokenizer(kinds.CHATML)
+    assert trained(row, tokenizer, train_on="completion")[0] == ["Yo<|im_end|>", "Pong<|im_end|>"]
+    row = {"prompt": messages[:3], "completion": messages[3:]}
+    assert trained(row, tokenizer, train_on="completion")[0] == ["Pong<|im_end|>"]
+    assert trained(row, tokenizer)[0] == ["Yo<|im_end|>", "Pong<|im_end|>"]
+
+
+def test_the_completion_of_plain_texts_is_trained_with_its_end(make_tokenizer, trained):
+    row = {"prompt": "Ping", "completion": " Pong"}
+    tokenizer = make_tokenizer()
+    assert trained(row, tokenizer)[0] == [" Pong<|endoftext|>"]
+    assert trained(row, tokenizer)[1] == "Ping Pong<|endoftext|>"
+    assert trained(row, tokenizer, train_on="all")[1] == "Ping Pong<|endoftext|>"
+    assert trained({**row, "prompt": "Hi Ping"}, tokenizer, train_on="all")[0][0].endswith(
+        " Ping Pong<|endoftext|>"
+    )
+
+
+@pytest.mark.parametrize("arguments", ['{"x": 1, "é": "q\\"q"}', '{"zip": "00701"}'])
+def test_arguments_that_are_json_text_are_not_encoded_twice(make_tokenizer, trained, arguments):
+    row = chat("U Ping", "A ", "T 2", "A Two")
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    row["messages"][1] = {"role": "assistant", "content": None, "tool_calls": [call]}
+    pieces, _ = trained(row, make_tokenizer(kinds.CHATML_TOOLS))
+    assert pieces[0] == f'<call>{{"name": "add", "arguments": {arguments}}}</call><|im_end|>'
+
+
+def test_arguments_stay_text_where_the_template_prints_them_so(make_tokenizer, trained):
+    template = kinds.CHATML_TOOLS.replace("call.function | tojson", "call.function.name + call.function.arguments")
+    row = chat("U Ping", "A ")
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"x":1}'}}
+    row["messages"][1] = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert trained(row, make_tokenizer(template))[0] == ['<call>add{"x":1}</call><|im_end|>']
+
+
+def test_an_answer_that_the_template_leaves_out_is_refused(make_tokenizer, refusal):
+    template = "{% for m in messages %}<|im_start|>{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}"
+    template += "{% else %}{{ m.content[:4] }}{% endif %}<|im_end|>{% endfor %}"
+    tokenizer = make_tokenizer(template)
+    assert "leaves out or changes what the assistant says" in refusal(chat("U Hi", "A Hello"), tokenizer)
+    row = chat("U Hi", "A Yo")
+    row["messages"][1]["tool_calls"] = [{"function": {"name": "add", "arguments": {}}}]
+    assert "beside a tool call" in refusal(row, tokenizer)
+
+
+# --- long chats: most turns are found by what stands around the first two
+
+
+def derived(row, tokenizer, template):
+    """The spans of a long chat, those that a prefix for every turn gives, and the renderings of the former."""
+    parsed = parse_row(RawRow("f:1", row), "messages")
+    renderer = ChatRenderer(tokenizer, template)
+    specials = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    count = 0
+    render = renderer.render
+
+    def counted(*words, **keys):
+        nonlocal count
+        count += 1
+        return render(*words, **keys)
+
+    renderer.render = counted
+    text, spans = render_with_spans(parsed, "assistant", renderer, specials, "f:1")
+    taken = count
+    answers = [i for i, m in enumerate(parsed.messages) if m["role"] == "assistant" and parsed.trainable[i]]
+    return spans, [_derive(i, text, parsed, renderer, specials, "f:1") for i in answers], taken
+
+
+@pytest.mark.parametrize(
+    "template", [kinds.CHATML, kinds.HEADERS, kinds.NO_SYSTEM, kinds.THINKING, kinds.END_AT_END, kinds.CHANNELS]
+)
+def test_the_turns_of_a_long_chat_are_found_with_few_renderings(make_tokenizer, template):
+    turns = [f"{'UA'[i % 2]} {['Ping', ' Pong ', 'user', 'é'][i % 4]} {i}" for i in range(40)]
+    spans, exact, taken = derived(chat(*turns), make_tokenizer(), template)
+    assert spans == exact
+    assert len(spans) == 20
+    assert taken <= 10
+
+
+@given(
+    said=st.lists(
+        st.sampled_from(["a", " a ", "user", "<|im_end|>", "<|im_end|>\n<|im_start|>user\na", "\n"]),
+        min_size=8,
+        max_size=14,
+    ),
+    template=st.sampled_from([kinds.CHATML, kinds.HEADERS, kinds.END_AT_END, kinds.LINES]),
+    data=st.data(),
+)
+@settings(
+    max_examples=60, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_text_that_looks_like_a_turn_does_not_mislead(make_tokenizer, said, template, data):
+    """Messages that hold the template's own words, and tool turns among them."""
+    turns = [f"{'UA'[i % 2]} {text}" for i, text in enumerate(said)]
+    if data.draw(st.booleans()):
+        turns.insert(data.draw(st.integers(1, len(turns) - 1)), "T 2")
+    spans, exact, _ = derived(chat(*turns), _one_tokenizer(make_tokenizer), template)
+    assert spans == exact
+
+
+_made = []
+
+
+def _one_tokenizer(make_tokenizer):
+    if not _made:
+        _made.append(make_tokenizer())
+    return _made[0]

@@ -94,3 +94,44 @@ def test_packs_hold_every_row_once_an_epoch(eleven):
     assert sum(line["trained_tokens"] for line in outcome.steps) == trained_tokens(ROWS)
     assert outcome.steps[-1]["epoch"] == 1
     assert len(outcome.steps) < 3
+
+
+def test_a_weight_is_how_often_rows_are_seen_in_an_epoch(eleven):
+    path = eleven.folder / "train.jsonl"
+    outcome = eleven.train_well(
+        "weights", f"data.train=[{{path: {path}, weight: 2}}, {{path: {path}, max_rows: 3}}]"
+    )
+    expected = 2 * trained_tokens(ROWS) + trained_tokens(ROWS[:3])
+    assert sum(line["trained_tokens"] for line in outcome.steps) == expected
+    assert len(outcome.steps) == 7
+
+
+def test_held_out_rows_and_what_they_share_with_the_training_rows_are_said(eleven):
+    path = eleven.folder / "train.jsonl"
+    ran = eleven.train("held out", f"data.train=[{path}, {path}]", "data.eval_rows=4", "--dry-run")
+    assert ran.code == 0, ran.err
+    assert "4 rows held out for evaluation" in ran.out
+    assert "evaluation rows are also training rows" in ran.out
+    assert "weights make" not in ran.out
+    ran = eleven.train("weighed", f"data.train=[{{path: {path}, weight: 0.5}}]", "--dry-run")
+    assert "weights make 6 rows an epoch of 11" in ran.out or "weights make 5 rows an epoch of 11" in ran.out
+
+
+def test_more_held_out_rows_than_there_are_is_refused(eleven):
+    ran = eleven.train("none left", "data.eval_rows=11", "--dry-run")
+    assert ran.code == 2
+    assert "data.eval_rows is 11, and there are 11 rows in all: at most 10" in ran.err
+
+
+def test_preference_pairs_are_refused_with_the_way_out(eleven):
+    path = eleven.folder / "pairs.jsonl"
+    path.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    ran = eleven.train("pairs", f"data.train=[{path}]", "--dry-run")
+    assert ran.code == 2
+    assert "not yet be trained on" in ran.err
+
+
+def test_microbatches_of_unlike_numbers_of_rows_lose_no_row(eleven):
+    outcome = eleven.train_well("drawn", "train.micro_batch_size=4", "train.gradient_accumulation_steps=2")
+    assert sum(line["trained_tokens"] for line in outcome.steps) == trained_tokens(ROWS)
+    assert [line["epoch"] for line in outcome.steps] == pytest.approx([8 / 11, 1], abs=1e-5)
