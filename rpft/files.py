@@ -1,9 +1,21 @@
-"""What is written to disk stays written."""
+"""What is written to disk stays written: the few file operations that the safety of a run rests on.
+
+They are called through this module (``files.write(...)``), so that a test can put a failing disk in their place.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
+from typing import BinaryIO
+
+
+def write(file: BinaryIO, data: bytes | memoryview) -> None:
+    """Writes all of ``data`` to a file that is open without a buffer."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 def sync(path: Path) -> None:
@@ -13,3 +25,37 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Gives ``source`` the name ``target``, for good when it returns. A file that stands there is replaced."""
+    os.replace(source, target)
+    sync(target.parent)
+
+
+def remove_tree(path: Path) -> None:
+    """Removes a folder and what is in it, or a link to one; nothing when there is none."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replaces the content of ``path`` by ``text``: a reader finds the old or the new, after any crash too."""
+    fresh = path.with_name(path.name + ".partial")
+    with fresh.open("wb", buffering=0) as file:
+        write(file, text.encode())
+    sync(fresh)
+    rename(fresh, path)
+
+
+def existing_folder(path: Path) -> Path:
+    """``path``, or the nearest folder above it that is there."""
+    path = path.absolute()
+    return next(p for p in (path, *path.parents) if p.is_dir())
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that may be written on the disk of ``path``, which need not exist yet."""
+    return shutil.disk_usage(existing_folder(path)).free

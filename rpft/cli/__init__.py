@@ -11,6 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -18,9 +19,11 @@ import typer
 from typer.core import TyperGroup
 
 from rpft import __version__
+from rpft.cli.bench import bench
+from rpft.cli.data import data
 from rpft.cli.recipes import app as recipes_app
-from rpft.cli.train import train
-from rpft.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAULT, EXIT_INTERRUPTED, UserError
+from rpft.cli.train import TrainCommand, train
+from rpft.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAULT, EXIT_INTERRUPTED, RunFault, UserError
 
 
 @dataclass
@@ -69,7 +72,9 @@ def _options(
 
 
 app.add_typer(recipes_app, name="recipes")
-app.command("train")(train)
+app.command("bench")(bench)
+app.command("data")(data)
+app.command("train", cls=TrainCommand)(train)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -96,8 +101,9 @@ def _run(arguments: Sequence[str] | None) -> int:
     except Exception as error:
         if invocation.debug:
             traceback.print_exc()
-        typer.echo(_fault_report(error, arguments), err=True)
-        return EXIT_FAULT
+        with suppress(OSError):  # a terminal that is gone
+            typer.echo(_fault_report(error, arguments), err=True)
+        return error.exit_code if isinstance(error, RunFault) else EXIT_FAULT
     return EXIT_DONE
 
 
@@ -107,11 +113,15 @@ def _engine_threads_left() -> bool:
     return streams is not None and any(isinstance(t, streams.EngineThread) for t in threading.enumerate())
 
 
-def _fault_report(error: Exception, arguments: Sequence[str] | None) -> str:
+def _fault_report(error: BaseException, arguments: Sequence[str] | None) -> str:
+    standing = ""
+    if isinstance(error, RunFault) and error.__cause__ is not None:
+        standing, error = f"  {error}\n", error.__cause__
     frame = traceback.extract_tb(error.__traceback__)[-1]
     words = shlex.join(sys.argv[1:] if arguments is None else arguments)
     return (
         f"fault: {type(error).__name__}: {error}\n"
         f"  at {frame.filename}:{frame.lineno}, in {frame.name}\n"
+        f"{standing}"
         f"  for the traceback, run: rpft --debug {words}"
     )

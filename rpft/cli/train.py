@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from rpft.errors import EXIT_INTERRUPTED
+from rpft.errors import EXIT_SIGNAL, RunFault, UserError
 
 if TYPE_CHECKING:
     from rpft.recipe.schema import Recipe
+    from rpft.train.loop import Trainer
     from rpft.train.prepare import Prepared
+    from rpft.train.run_lock import RunLock
+
+LATEST = "latest"
+_CHECKPOINT = re.compile(r"step-\d{8}/?$")
+
+
+class TrainCommand(TyperCommand):
+    """Lets ``--resume`` stand alone, for the newest checkpoint, or before the folder of one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Gives a lone ``--resume`` its value, so that it does not take a recipe or a change for one."""
+        given: list[str] = []
+        for number, word in enumerate(args):
+            given.append(word)
+            following = args[number + 1] if number + 1 < len(args) else ""
+            if word == "--resume" and not (
+                following == LATEST or _CHECKPOINT.search(following) or Path(following or "-").is_dir()
+            ):
+                given.append(LATEST)
+        return super().parse_args(ctx, given)
 
 
 def train(
@@ -24,7 +47,19 @@ def train(
         typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe, as in train.learning_rate=2e-5."),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint in the output directory.")
+        str | None,
+        typer.Option(
+            "--resume",
+            metavar="[PATH|latest]",
+            help="Go on from a checkpoint: a folder, or the newest whole one in the output directory, which is"
+            " also what --resume alone means.",
+        ),
+    ] = None,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", help="With --resume: go on although the recipe is another one in what decides the result."
+        ),
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would run and what memory it takes; train nothing.")
@@ -32,7 +67,8 @@ def train(
 ) -> None:
     """Fine-tune a model as RECIPE says.
 
-    Exit code: 0 done, 2 bad input, 130 interrupted and saved, 1 any other fault.
+    Exit code: 0 done, 2 bad input, 130 (Ctrl-C), 143 (SIGTERM) or 129 (closed terminal) interrupted and saved;
+    3 out of memory, 4 no progress, 5 disk, 6 loss not finite, 1 any other fault.
 
     Examples:
 
@@ -41,39 +77,87 @@ def train(
         rpft train recipe.yaml train.learning_rate=1e-4 output_dir=out/second
 
         rpft train recipe.yaml --resume
+
+        rpft train recipe.yaml --resume out/second/checkpoints/step-00000200
     """
     from rpft.recipe.load import load_recipe
 
     settings = load_recipe(recipe, overrides or [])
+    if dry_run:
+        _dry_run(settings)
+        return
+    from rpft.train.run_lock import RunLock
+
+    lock = RunLock(Path(settings.output_dir))
+    try:
+        _train(settings, resume, force, lock, shlex.join(["rpft", "train", str(recipe), *(overrides or [])]))
+    finally:
+        lock.release()
+
+
+def _dry_run(settings: Recipe) -> None:
     _set_up(settings)
-    from rpft.train.loop import Interrupted, Trainer, find_checkpoint, refuse_unless_same_run
     from rpft.train.prepare import prepare
 
-    wanted = resume or settings.train.resume_from_checkpoint
-    checkpoint = None if dry_run else find_checkpoint(settings, wanted)
-    prepared = prepare(settings, typer.echo)
-    if dry_run:
-        for line in describe(prepared):
-            typer.echo(line)
-        return
-    if checkpoint is not None:
-        refuse_unless_same_run(prepared, checkpoint)
-    _write_inputs(prepared)
-    from rpft.console import make_reporter
+    for line in describe(prepare(settings, typer.echo)):
+        typer.echo(line)
 
-    reporter = make_reporter(settings.logging.console, settings.logging.every_steps)
+
+def _train(settings: Recipe, resume: str | None, force: bool, lock: RunLock, command: str) -> None:
+    _set_up(settings)
+    from rpft.console import make_reporter
+    from rpft.train.faults import exit_code
+    from rpft.train.interrupts import Interrupted, StoppedAtOnce
+    from rpft.train.loop import Trainer
+    from rpft.train.prepare import prepare
+    from rpft.train.reporter import LastingReporter
+    from rpft.train.resume import compare_runs, find_checkpoint
+    from rpft.train.room import refuse_without_room
+
+    output_dir = Path(settings.output_dir)
+    wanted = settings.train.resume_from_checkpoint if resume is None else resume == LATEST or resume
+    if force and not wanted:
+        raise UserError("--force is for --resume; give both, or neither")
+    if wanted and output_dir.is_dir():
+        lock.take()
+    checkpoint = find_checkpoint(settings, wanted)
+    prepared = prepare(settings, typer.echo)
+    changes = [] if checkpoint is None else compare_runs(checkpoint, prepared, force)
+    refuse_without_room(prepared)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    lock.take()
+    if checkpoint is None:
+        find_checkpoint(settings, False)  # another run may have begun here while this one was prepared
+    reporter = LastingReporter(make_reporter(settings.logging.console, settings.logging.every_steps))
+    trainer = Trainer(prepared, reporter)
     try:
-        for line in describe(prepared):
+        _write_inputs(prepared)
+        for line in [*describe(prepared), *changes]:
             reporter.say(line)
         if checkpoint is not None:
             reporter.say(f"resuming from {checkpoint}")
-        Trainer(prepared, reporter).run(checkpoint)
+        trainer.run(checkpoint)
     except Interrupted as stop:
-        words = shlex.join([str(recipe), *(overrides or [])])
-        reporter.say(f"{stop}. To go on: rpft train {words} --resume")
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+        reporter.say(f"{stop}. To go on: {command} --resume")
+        raise typer.Exit(EXIT_SIGNAL + stop.signal_number) from None
+    except StoppedAtOnce as stop:
+        reporter.say(f"interrupted. {_standing(trainer, command)}")
+        raise typer.Exit(EXIT_SIGNAL + stop.signal_number) from None
+    except UserError:
+        raise
+    except Exception as error:
+        raise RunFault(_standing(trainer, command), exit_code(error)) from error
     finally:
         reporter.close()
+
+
+def _standing(trainer: Trainer, command: str) -> str:
+    """Where a run that ended before its time stands, and how to go on."""
+    step, checkpoint = trainer.last_step, trainer.last_checkpoint
+    finished = f"step {step} is the last that was finished" if step else "no step was finished"
+    if checkpoint is None:
+        return f"{finished}, and no checkpoint was saved: start anew in another output_dir, or remove this one"
+    return f"{finished}, the last checkpoint is {checkpoint}. To go on: {command} --resume"
 
 
 def _set_up(settings: Recipe) -> None:
@@ -96,6 +180,7 @@ def _set_up(settings: Recipe) -> None:
 def describe(prepared: Prepared) -> list[str]:
     """What a run is, for people: model, data, plan, memory."""
     from rpft.plan.bill import gib
+    from rpft.train.room import disk_need
 
     recipe, plan, bill, data = prepared.recipe, prepared.plan, prepared.bill, prepared.data
     specs = [spec for layout in prepared.layouts for spec, _ in layout.own.values()]
@@ -105,7 +190,7 @@ def describe(prepared: Prepared) -> list[str]:
         f"model {recipe.model.path}: {type(prepared.skeleton.model).__name__}, {total / 1e6:,.1f} M parameters,"
         f" {trained / 1e6:,.1f} M trained ({'LoRA' if prepared.peft_model else 'full'}), {recipe.model.dtype}"
     ]
-    reports = data.train.reports + (data.eval.reports if data.eval and not recipe.data.eval_fraction else [])
+    reports = data.train.reports + (data.eval.reports if data.eval and recipe.data.eval else [])
     for report in reports:
         lost = "".join(f"; {count} dropped: {reason}" for reason, count in report.dropped.items())
         lost += f"; {report.cut} cut" if report.cut else ""
@@ -114,6 +199,7 @@ def describe(prepared: Prepared) -> list[str]:
             f"data {report.path} ({report.format}): {report.trained_rows} of {report.rows} rows,"
             f" {report.trained_tokens:,} of {report.tokens:,} tokens trained{lost}"
         )
+    lines += data.notes
     train = recipe.train
     lines.append(
         f"batch: {train.micro_batch_size} row(s) x {train.gradient_accumulation_steps} microbatches a step,"
@@ -132,7 +218,8 @@ def describe(prepared: Prepared) -> list[str]:
     ):
         detail = ", ".join(f"{part} {gib(num_bytes)}" for part, num_bytes in parts.items())
         lines.append(f"memory, {name}: {gib(size)} ({detail})")
-    lines.append(f"disk, result and one checkpoint: {gib(bill.disk)}")
+    result, size, count = disk_need(prepared)
+    lines.append(f"disk: {gib(result)} for the result, {gib(size)} a checkpoint, of which up to {count} at once")
     return lines
 
 
@@ -162,9 +249,9 @@ def _describe_kernels(prepared: Prepared) -> list[str]:
 
 def _write_inputs(prepared: Prepared) -> None:
     """Leaves the recipe as it was read, and the plan, in the output directory."""
+    from rpft.files import write_whole
     from rpft.recipe.dump import dump_recipe
 
     output_dir = Path(prepared.recipe.output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    (output_dir / "recipe.yaml").write_text(dump_recipe(prepared.recipe), encoding="utf-8")
-    (output_dir / "plan.json").write_text(prepared.plan.to_json(), encoding="utf-8")
+    write_whole(output_dir / "recipe.yaml", dump_recipe(prepared.recipe))
+    write_whole(output_dir / "plan.json", prepared.plan.to_json())

@@ -13,7 +13,8 @@ event is made here, in that order, who waits for whom is decided in one thread a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 
@@ -81,6 +82,8 @@ class Update:
     after: WeightVersion
     delayed: bool
     """Whether a later step's slots, too, read ``before``, and wait for this step's gradients to be read."""
+    part: Literal["all", "masters", "working"] = "all"
+    """What to do now: of a delayed update, masters and moments alone, or the working weights that then remain."""
 
 
 class Controller:
@@ -115,7 +118,7 @@ class Controller:
         self._slots_dispatched = 0
         self._weights = WeightVersion.of([happened() for _ in store.layers])
         self._gradients_read = [happened() for _ in store.layers]
-        self._pending: tuple[Ticket, WeightVersion] | None = None
+        self._pending: Update | None = None
 
     # -- what the training loop calls ----------------------------------------------------------------------
 
@@ -138,10 +141,11 @@ class Controller:
             [Event() if t else old for t, old in zip(self._has_gradient, self._weights.written, strict=True)]
         )
         if self._update_lag == 0:
-            self._advance(ticket, after)
+            self._send_update(Update(ticket, self._weights, after, delayed=False))
+            self._weights = after
         else:
             self.flush()
-            self._pending = (ticket, after)
+            self._pending = Update(ticket, self._weights, after, delayed=True)
         return ticket
 
     def submit_evaluation(self, microbatches: Sequence[HostBatch]) -> Losses:
@@ -155,15 +159,24 @@ class Controller:
         return losses
 
     def flush(self) -> None:
-        """Orders the update that a delayed mode still holds back."""
+        """Orders the update that a delayed mode still holds back, or what is left of it."""
         if self._pending is not None:
-            ticket, after = self._pending
-            self._pending = None
-            self._advance(ticket, after)
+            update, self._pending = self._pending, None
+            self._send_update(update)
+            self._weights = update.after
 
-    def _advance(self, ticket: Ticket, after: WeightVersion) -> None:
-        self._send_update(Update(ticket, self._weights, after, self._update_lag > 0))
-        self._weights = after
+    def order_masters(self) -> None:
+        """Orders masters and moments of the update that a delayed mode holds back; working weights stay behind."""
+        if self._pending is not None and self._pending.part == "all":
+            self._send_update(replace(self._pending, part="masters"))
+            self._pending.part = "working"
+
+    def hold_back(self, step: int) -> None:
+        """For a store whose working weights lag behind its masters by the update of ``step``, as in mid-run."""
+        done = [happened() for _ in self._layouts]
+        ticket = Ticket(step, 0, done, done, Losses(), torch.zeros(len(done), dtype=torch.float64))
+        after = WeightVersion.of([Event() if has else happened() for has in self._has_gradient])
+        self._pending = Update(ticket, self._weights, after, delayed=True, part="working")
 
     def _key(self, step: int, number: int) -> int | None:
         """Places the dropout of microbatch ``number`` of a step, whatever the round and the worker."""

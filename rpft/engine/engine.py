@@ -104,6 +104,14 @@ class Engine:
         """Orders the update that a delayed mode still holds back."""
         self._controller.flush()
 
+    def order_masters(self) -> None:
+        """Orders what of a held-back update can be done without touching the working weights."""
+        self._controller.order_masters()
+
+    def hold_back(self, step: int) -> None:
+        """Says that the store's working weights lag behind its masters by the update of ``step``."""
+        self._controller.hold_back(step)
+
     def evaluate(self, microbatches: Sequence[HostBatch]) -> float:
         """The loss sum over the trained tokens of ``microbatches``, dropout off; blocks until it is known."""
         losses = self._controller.submit_evaluation(microbatches)

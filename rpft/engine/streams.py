@@ -107,6 +107,9 @@ class Stream:
     def __init__(self, name: str, failure: Failure, delays: Delays) -> None:
         self.name = name
         self.recorder: Recorder | None = None
+        self.task = ""
+        """What the stream is at, empty when at nothing; for a report on who waits for whom."""
+        self.tasks_done = 0
         self._failure = failure
         self._pause = delays.of(name)
         self._tasks: deque[tuple[Callable[[], object], str]] = deque()
@@ -185,8 +188,11 @@ class Stream:
                     task, what = self._tasks.popleft()
                 self._failure.cancel_if_failed()
                 self._pause()
+                self.task = what
                 task()
                 del task
+                self.task = ""
+                self.tasks_done += 1
         except Cancelled:
             pass
         except BaseException as error:
@@ -201,6 +207,11 @@ class Stream:
         with self._ready:
             self._closing = True
             self._ready.notify()
+
+    @property
+    def thread_id(self) -> int | None:
+        """The identity of the stream's thread, None when it has ended."""
+        return self._thread.ident if self._thread.is_alive() else None
 
     def join(self, timeout_seconds: float) -> bool:
         """Waits for the thread; False when it still runs."""

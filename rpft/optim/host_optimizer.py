@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rpft.engine.controller import Update
@@ -50,13 +51,16 @@ class HostOptimizer:
         updates_applied: int = 0,
         skipped_steps: int = 0,
         kernels: OnePass | None = None,
+        before_update: Callable[[int, int], None] = lambda step, layer: None,
     ) -> None:
         """``updates_applied``: updates that the store's moments have had; both counts are of a resumed run.
 
-        ``kernels``: what runs the update, torch's fused kernel where not given.
+        ``kernels``: what runs the update, torch's fused kernel where not given. ``before_update``: called with
+        step and layer before anything of a layer changes that an earlier step left; may hold the thread up.
         """
         self._store, self._algorithm, self._schedule = store, algorithm, schedule
         self._kernels = kernels or FusedPass()
+        self._before_update = before_update
         self._borrowed = _borrowed_gradients(store)
         self._max_grad_norm = max_grad_norm
         self._failure, self._pause = failure, delays.of("optimizer")
@@ -89,6 +93,9 @@ class HostOptimizer:
     # -- the thread ----------------------------------------------------------------------------------------
 
     def _complete(self, update: Update) -> None:
+        if update.part == "working":
+            self._publish_all(update, [layer.layout.num_trained > 0 for layer in self._store.layers])
+            return
         result = self._apply(update)
         with self._changed:
             self._results[result.step] = result
@@ -118,15 +125,21 @@ class HostOptimizer:
             ticket.read[index].set()
             if not update.delayed:
                 self._announce(update, index)
-        if update.delayed:
-            # The step that runs must bring down all its gradients before the last of its uploads can be, so no
-            # upload is waited for until every layer's gradient is used up; then in the order of its uploads.
-            for index in reversed(range(len(changed))):
-                if changed[index]:
-                    self._publish(update, index)
-                self._announce(update, index)
+        if update.delayed and update.part == "all":
+            self._publish_all(update, changed)
         self.updates_applied += not skipped
         return UpdateResult(ticket.step, loss_sum, rate, norm, skipped, self._skipped_in_a_row, self.skipped_steps)
+
+    def _publish_all(self, update: Update, changed: list[bool]) -> None:
+        """Writes the working weights of a delayed update.
+
+        The step that runs must bring down all its gradients before the last of its uploads can be, so no upload is
+        waited for until every layer's gradient is used up; then in the order of its uploads.
+        """
+        for index in reversed(range(len(changed))):
+            if changed[index]:
+                self._publish(update, index)
+            self._announce(update, index)
 
     def _gradient_norm(self, update: Update) -> float:
         """Norm of the gradient sum. Workers have squared their layers' gradients, all but those with two uses."""
@@ -155,6 +168,7 @@ class HostOptimizer:
         assert not (update.delayed and (layer.master_is_working or layer.master_is_split)), (
             "a delayed update needs masters of its own"
         )
+        self._before_update(update.ticket.step, index)
         divisor = update.ticket.trained_tokens / self._clip_coefficient(norm)
         with span(f"update of layer {index}"):
             self._algorithm.update(
@@ -170,6 +184,8 @@ class HostOptimizer:
     def _publish(self, update: Update, index: int) -> None:
         """Writes a layer's working weights that were held back, when nobody reads the old ones any more."""
         self._wait(update.before.readers[index])
+        # The old working weights and the masters of this step are one state, which only the next step may change.
+        self._before_update(update.ticket.step + 1, index)
         layer = self._store.layers[index]
         with span(f"publishing of layer {index}"):
             self._kernels.round_into(layer.working, layer.master)

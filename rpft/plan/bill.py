@@ -1,8 +1,7 @@
-"""The memory bill of a plan: host RAM, device memory, disk; and what the machine has."""
+"""The memory bill of a plan: host RAM, device memory, the result; and what the machine has."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,10 @@ _COMPILER_BYTES = 1 << 30
 _GAPS = 0.1
 """Between tensors that come and go, of what they take: measured as what torch reserves beyond its peak."""
 
-_HEAD_CHUNK_BYTES_PER_LOGIT: dict[KernelKind, float] = {"eager": 14, "trace": 14, "compile": 4.2}
+RESULT_EXTRAS_BYTES = 32 << 20
+"""Tokenizer, configuration and the heads of the files: up to 32 MiB."""
+
+HEAD_CHUNK_BYTES_PER_LOGIT: dict[KernelKind, float] = {"eager": 14, "trace": 14, "compile": 4.2}
 """Logits in the working dtype, in float32, their softmax and its gradient; compiled, logits and gradient alone."""
 
 _BOUNDARIES_IN_FLIGHT = 4
@@ -40,7 +42,8 @@ class Bill:
 
     host: int
     device: int
-    disk: int
+    result: int
+    """Of what is saved at the end; checkpoints come on top (train/room.py)."""
     host_parts: dict[str, int]
     device_parts: dict[str, int]
 
@@ -104,7 +107,8 @@ def make_bill(plan: Plan, layouts: list[LayerLayout], work: Workload) -> Bill:
     trained = sum(layout.num_trained for layout in layouts)
     frozen = any(layout.num_trained == 0 or layout.host_bytes > layout.num_trained * 4 for layout in layouts)
     result = trained * shape.itemsize if frozen else sum(layout.host_bytes for layout in layouts)
-    return Bill(sum(host.values()), sum(device.values()), result + 12 * trained, host, device)
+    result += RESULT_EXTRAS_BYTES
+    return Bill(sum(host.values()), sum(device.values()), result, host, device)
 
 
 def _first_trained(layouts: list[LayerLayout]) -> int:
@@ -118,15 +122,19 @@ def _segments(plan: Plan) -> list[Stage]:
 def _estimated_activations(plan: Plan, layouts: list[LayerLayout], work: Workload) -> dict[str, int]:
     shape, max_tokens = work.shape, work.max_tokens
     longest = max(len(segment.layers) for segment in _segments(plan))
-    # What autograd keeps of a block: about ten hidden states and four of the widened ones.
-    block = max_tokens * shape.itemsize * (10 * shape.hidden_size + 4 * shape.intermediate_size)
+    block = estimated_block_bytes(shape, max_tokens)
     logits = min(max_tokens, HEAD_CHUNK_TOKENS[work.kernels]) * shape.vocab_size
     return {
         "activations of a recomputed segment (estimate)": longest * block,
         "gradients of a layer before they are summed": max(layout.grad_elements for layout in layouts)
         * shape.itemsize,
-        "logits of a chunk": int(logits * _HEAD_CHUNK_BYTES_PER_LOGIT[work.kernels]),
+        "logits of a chunk": int(logits * HEAD_CHUNK_BYTES_PER_LOGIT[work.kernels]),
     }
+
+
+def estimated_block_bytes(shape: ModelShape, tokens: int) -> int:
+    """What autograd keeps of a block: about ten hidden states and four of the widened ones."""
+    return tokens * shape.itemsize * (10 * shape.hidden_size + 4 * shape.intermediate_size)
 
 
 def _measured_activations(plan: Plan, profiles: Sequence[LayerProfile]) -> int:
@@ -177,15 +185,4 @@ def refuse_unless_fits(bill: Bill, ram_bytes: int, vram_bytes: int | None) -> No
             f"this run needs {gib(bill.device)} of memory on each GPU and may take {gib(vram_bytes)} ({parts})."
             " Less is needed with engine.recompute=layer, a smaller train.micro_batch_size or"
             " data.max_seq_len; engine.vram_limit raises what it may take"
-        )
-
-
-def refuse_unless_stored(bill: Bill, output_dir: Path) -> None:
-    """Raises UserError when the disk of ``output_dir``, which need not exist, is too full for what is saved."""
-    folder = next(path for path in (output_dir.absolute(), *output_dir.absolute().parents) if path.is_dir())
-    free = shutil.disk_usage(folder).free
-    if bill.disk > free:
-        raise UserError(
-            f"output_dir {output_dir}: the result and one checkpoint take {gib(bill.disk)}, and {gib(free)} are"
-            " free on that disk; make room, or give another output_dir"
         )

@@ -1,37 +1,52 @@
-"""Training checkpoints: trained weights and moments a layer a file, a state file last, renamed into place whole.
+"""Training checkpoints on disk: what is in one, which are whole, which may go.
 
-    OUTPUT_DIR/checkpoints/step-00000020/layer-00003.safetensors    master, exp_avg, exp_avg_sq
-                                        /state.json                 step, counters, what the run is, file sizes
+    OUTPUT_DIR/checkpoints/step-00000020/layer-00003.safetensors    master.NAME, exp_avg.NAME, exp_avg_sq.NAME
+                                        /state.json                 step, counters, what the run is; size and
+                                                                    SHA-256 of every file, and of itself
 
-Frozen weights are not in it: they come from the model's own checkpoint. Working weights are not either: they
-are the masters, rounded.
+A checkpoint is written under another name, synced, and renamed when it is whole. Frozen weights are not in it:
+they come from the model's own checkpoint. Working weights are their masters, rounded, and are in it (working.NAME)
+only where updates are delayed and they lag behind. Random streams are functions of the seed and the step, as is
+the order of the rows, so that the step is all that is kept of them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import re
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
+from rpft import files
 from rpft.errors import UserError
-from rpft.files import sync
 from rpft.model.host_store import HostStore
+from rpft.model.layout import LayerLayout
+from rpft.train.shards import FileRecord, TensorEntry, file_record, shard_bytes, write_shard
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINT_VERSION = 1
+CHECKPOINT_VERSION = 2
 _FOLDER = "checkpoints"
 _NAME = re.compile(r"step-(\d{8})$")
 _PARTIAL = ".partial"
 _STATE = "state.json"
+_STATE_BYTES = 64 << 10
+"""More than state.json takes, beside its line a layer."""
+_FILE = re.compile(r"layer-\d{5}\.safetensors$")
+_READING_THREADS = 4
+
+
+class _Torn(Exception):
+    """Why a folder is no whole checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +56,13 @@ class TrainState:
     step: int
     updates_applied: int
     skipped_steps: int
+    skipped_in_a_row: int
     best_step: int | None
     best_eval_loss: float | None
     run: dict[str, Any]
-    """Model, data, batch, schedule and optimizer settings; see ``run_identity``."""
+    """Model, data, batch, schedule and optimizer settings; see ``resume.run_identity``."""
+    about: dict[str, Any]
+    """The whole recipe, the plan and the versions: what may differ when the run goes on, and is said then."""
 
 
 class CheckpointFolder:
@@ -54,42 +72,61 @@ class CheckpointFolder:
         self.path = output_dir / _FOLDER
         self.keep_last, self.keep_best = keep_last, keep_best
 
-    def save(self, state: TrainState, store: HostStore) -> Path:
-        """Writes a checkpoint of a store at rest; older ones beyond ``keep_last`` go when the new one is whole."""
+    def write(
+        self,
+        state: TrainState,
+        layouts: list[LayerLayout],
+        write_layer: Callable[[int, Path], FileRecord],
+        before_commit: Callable[[], None],
+    ) -> Path:
+        """Writes a checkpoint; older ones beyond ``keep_last`` go when it is whole.
+
+        ``write_layer`` writes a layer's file. ``before_commit`` is called when nothing but the names of the
+        files is missing on the disk.
+        """
         final = self.path / _name(state.step)
         fresh = final.with_name(final.name + _PARTIAL)
-        shutil.rmtree(fresh, ignore_errors=True)
+        files.remove_tree(fresh)
         fresh.mkdir(parents=True)
-        sizes = {}
-        for layer in store.layers:
-            if layer.layout.num_trained:
-                file = fresh / f"layer-{layer.layout.layer:05d}.safetensors"
-                tensors = {
-                    "master": layer.master_values(),
-                    "exp_avg": layer.exp_avg,
-                    "exp_avg_sq": layer.exp_avg_sq,
-                }
-                save_file(tensors, file)
-                sync(file)
-                sizes[file.name] = file.stat().st_size
-        text = json.dumps({"version": CHECKPOINT_VERSION, "sizes": sizes, **asdict(state)}, indent=1)
-        (fresh / _STATE).write_text(text, encoding="utf-8")
-        sync(fresh / _STATE)
-        shutil.rmtree(final, ignore_errors=True)
-        fresh.rename(final)
-        sync(self.path)
+        records = {}
+        for layout in layouts:
+            if layout.num_trained:
+                name = _layer_file(layout.layer)
+                records[name] = write_layer(layout.layer, fresh / name)
+        for name in records:
+            files.sync(fresh / name)
+        before_commit()
+        files.write_whole(fresh / _STATE, _manifest(state, records))
+        files.sync(fresh)
+        if final.exists():  # torn, or made before the run went on from an older one: out of the way, and pruned
+            replaced = final.with_name(final.name + ".replaced" + _PARTIAL)
+            files.remove_tree(replaced)
+            files.rename(final, replaced)
+        files.rename(fresh, final)
         self._prune(state)
         return final
 
     def _prune(self, state: TrainState) -> None:
         """Leaves the last whole ones up to ``state``, the best, and those that a resumed run has not reached."""
         reached = [path for path in self.all() if path.name <= _name(state.step)]
-        kept = [path.name for path in reached if _fault(path) is None][-self.keep_last :]
+        kept = [path.name for path in reached if fault(path, deep=False) is None][-self.keep_last :]
         if self.keep_best and state.best_step is not None:
             kept.append(_name(state.best_step))
         for path in [*reached, *self.path.glob("*" + _PARTIAL)]:
             if path.name not in kept:
-                shutil.rmtree(path)
+                files.remove_tree(path)
+
+    def remove_oldest(self, best_step: int | None) -> Path | None:
+        """Removes the oldest that is neither the newest whole one nor the best; None when there is none."""
+        whole = [path for path in self.all() if fault(path, deep=False) is None]
+        needed = {path.name for path in whole[-1:]}
+        if self.keep_best and best_step is not None:
+            needed.add(_name(best_step))
+        for path in [*self.path.glob("*" + _PARTIAL), *self.all()]:
+            if path.name not in needed:
+                files.remove_tree(path)
+                return path
+        return None
 
     def all(self) -> list[Path]:
         """Checkpoint folders, oldest first."""
@@ -102,10 +139,10 @@ class CheckpointFolder:
         for path in sorted(self.path.glob("*" + _PARTIAL)):
             logger.warning("checkpoint %s was not finished; passing it over", path)
         for path in reversed(self.all()):
-            fault = _fault(path)
-            if fault is None:
+            wrong = fault(path)
+            if wrong is None:
                 return path
-            logger.warning("checkpoint %s is not whole (%s); going back to the one before", path, fault)
+            logger.warning("checkpoint %s is not whole (%s); going back to the one before", path, wrong)
         raise UserError(f"no whole checkpoint in {self.path} to resume from; leave out --resume to start anew")
 
 
@@ -113,54 +150,137 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _fault(path: Path) -> str | None:
+def _layer_file(layer: int) -> str:
+    return f"layer-{layer:05d}.safetensors"
+
+
+# -- state.json --------------------------------------------------------------------------------------------
+
+
+def _manifest(state: TrainState, records: dict[str, FileRecord]) -> str:
+    content = {
+        "version": CHECKPOINT_VERSION,
+        **asdict(state),
+        "files": {name: asdict(record) for name, record in records.items()},
+    }
+    return json.dumps({**content, "sha256": content_digest(content)}, indent=1)
+
+
+def content_digest(content: dict[str, Any]) -> str:
+    """The checksum that state.json holds of its own content."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _read_manifest(path: Path) -> tuple[dict[str, Any], dict[str, FileRecord]]:
+    """(what makes a TrainState, files) of the checkpoint ``path``; _Torn where state.json is not as written."""
     try:
-        state = json.loads((path / _STATE).read_text(encoding="utf-8"))
-        wrong = [name for name, size in state["sizes"].items() if (path / name).stat().st_size != size]
-    except (OSError, ValueError, KeyError) as error:
+        content = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        written = content.pop("sha256", None)
+        version = content.pop("version")
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise _Torn(f"{type(error).__name__}: {error}") from error
+    if version == CHECKPOINT_VERSION and written != content_digest({"version": version, **content}):
+        raise _Torn(f"{_STATE} is not as it was written: its checksum differs")
+    if version != CHECKPOINT_VERSION:
+        raise _Torn(f"version {version} of the format, which this rpft cannot read")
+    records = {name: FileRecord(**record) for name, record in content.pop("files").items()}
+    return content, records
+
+
+def fault(path: Path, deep: bool = True) -> str | None:
+    """What keeps ``path`` from being a whole checkpoint. ``deep``: every byte is read, else sizes are compared."""
+    try:
+        _, records = _read_manifest(path)
+        for name, record in records.items():
+            if not _FILE.match(name):
+                return f"it names a file {name!r}"
+            if (path / name).stat().st_size != record.num_bytes:
+                return f"{name} has another size than was written"
+        if deep:
+            with ThreadPoolExecutor(_READING_THREADS, "checksum") as pool:
+                found = pool.map(file_record, [path / name for name in records])
+            for (name, record), now in zip(records.items(), found, strict=True):
+                if now != record:
+                    return f"{name} is not as it was written: its checksum differs"
+    except _Torn as torn:
+        return str(torn)
+    except OSError as error:
         return f"{type(error).__name__}: {error}"
-    return f"{wrong[0]} has another size than was written" if wrong else None
+    return None
+
+
+def check_whole(path: Path) -> None:
+    """UserError where ``path`` is no whole checkpoint."""
+    wrong = fault(path)
+    if wrong is not None:
+        raise UserError(f"{path}: not a whole checkpoint ({wrong})")
 
 
 def read_state(path: Path) -> TrainState:
-    """The state of a whole checkpoint; UserError for anything else."""
-    fault = _fault(path)
-    if fault is not None:
-        raise UserError(f"{path}: not a whole checkpoint ({fault})")
-    data = json.loads((path / _STATE).read_text(encoding="utf-8"))
-    if data.pop("version") != CHECKPOINT_VERSION:
-        raise UserError(f"{path}: written by another version of rpft, whose checkpoints this one cannot read")
-    del data["sizes"]
-    data["run"].setdefault("engine", {"host_gradients": "float32"})  # before there was a choice
-    return TrainState(**data)
+    """The state of a checkpoint; UserError where state.json is not as it was written."""
+    try:
+        content, _ = _read_manifest(path)
+    except _Torn as torn:
+        raise UserError(f"{path}: not a whole checkpoint ({torn})") from torn
+    content["run"].setdefault("engine", {"host_gradients": "float32"})  # before there was a choice
+    return TrainState(**content)
 
 
-def refuse_another_run(path: Path, state: TrainState, run: dict[str, Any]) -> None:
-    """UserError naming each key of ``run`` (see ``run_identity``) that differs from the checkpoint's."""
-    before, now = dict(_flat(state.run)), dict(_flat(run))
-    differing = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
-    if differing:
-        lines = "; ".join(f"{key} was {before.get(key)} and is {now.get(key)}" for key in differing)
-        raise UserError(
-            f"{path} is of another run than the recipe now describes: {lines}. Change it back to go on with that"
-            " run, or start this one in another output_dir"
-        )
+# -- tensors -----------------------------------------------------------------------------------------------
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
+def _entries(layout: LayerLayout, lagging: bool, store: HostStore | None = None) -> Iterator[TensorEntry]:
+    """What the file of a layer holds. Without ``store`` the entries are good for their sizes only."""
+
+    def read(kind: str, offset: int, first: int, stop: int) -> torch.Tensor:
+        assert store is not None
+        layer, first, stop = store.layers[layout.layer], offset + first, offset + stop
+        if kind == "master":
+            return layer.master_values(first, stop)
+        return getattr(layer, kind)[first:stop]
+
+    for name, (spec, byte_offset) in layout.own.items():
+        if not spec.trained:
+            continue
+        offset = byte_offset // spec.dtype.itemsize
+        for kind in ("master", "exp_avg", "exp_avg_sq"):
+            yield TensorEntry(f"{kind}.{name}", torch.float32, spec.shape, partial(read, kind, offset))
+        if lagging:
+            yield TensorEntry(f"working.{name}", spec.dtype, spec.shape, partial(read, "working", offset))
 
 
-def restore(path: Path, store: HostStore) -> None:
-    """Fills masters, moments and working weights of ``store``."""
+def checkpoint_bytes(layouts: list[LayerLayout], lagging: bool) -> int:
+    """Bytes that a checkpoint takes on the disk, rounded up a little."""
+    shards = [list(_entries(layout, lagging)) for layout in layouts if layout.num_trained]
+    return sum(shard_bytes(shard) + 4096 for shard in shards) + _STATE_BYTES
+
+
+def write_layer(
+    store: HostStore, lagging: bool, layer: int, path: Path, go_on: Callable[[int], None]
+) -> FileRecord:
+    """Writes masters and moments of ``layer``, ``lagging`` its working weights too. ``go_on``: see write_shard."""
+    return write_shard(path, list(_entries(store.layers[layer].layout, lagging, store)), go_on)
+
+
+def restore(path: Path, store: HostStore, lagging: bool) -> None:
+    """Fills masters, moments and working weights of ``store``; UserError for tensors of another shape."""
     for layer in store.layers:
-        if layer.layout.num_trained:
-            file = path / f"layer-{layer.layout.layer:05d}.safetensors"
-            with safe_open(file, framework="pt") as handle:
-                layer.exp_avg.copy_(handle.get_tensor("exp_avg"))
-                layer.exp_avg_sq.copy_(handle.get_tensor("exp_avg_sq"))
-                layer.write_master(handle.get_tensor("master"))
+        if not layer.layout.num_trained:
+            continue
+        file = path / _layer_file(layer.layout.layer)
+        entries = list(_entries(layer.layout, lagging, store))
+        with safe_open(file, framework="pt") as handle:
+            shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
+            for entry in entries:
+                if shapes.get(entry.name) != entry.shape:
+                    raise UserError(
+                        f"{file}: {entry.name} is {shapes.get(entry.name)}, and the model now has {entry.shape}"
+                    )
+                kind, _, name = entry.name.partition(".")
+                value = handle.get_tensor(entry.name)
+                if kind == "master":
+                    store.write(name, value)
+                elif kind == "working":
+                    store.tensor(name).copy_(value)
+                else:
+                    store.trained_view(name, kind).copy_(value)

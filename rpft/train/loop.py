@@ -1,30 +1,26 @@
 """The training loop: one for full, LoRA, sync and delayed runs, on any pool of workers.
 
 The loop stays one step ahead of the engine: while step t computes, step t + 1 is queued behind it, so that the
-end of one step and the start of the next overlap. It comes to rest only where state must stand still: at a
-checkpoint, at an evaluation of exact updates, at the end.
+end of one step and the start of the next overlap. A checkpoint is written behind it, too. It comes to rest only
+where state must stand still: at an evaluation of exact updates, at the end.
 """
 
 from __future__ import annotations
 
-import signal
-import threading
+import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 
 from rpft.data.batches import Microbatch
 from rpft.engine.engine import Engine
-from rpft.engine.failure import Failure
+from rpft.engine.failure import POLL_SECONDS, Failure
 from rpft.engine.slot import HostBatch
-from rpft.engine.streams import Delays
-from rpft.errors import UserError
+from rpft.engine.streams import Delays, Event
+from rpft.engine.watchdog import Watchdog
 from rpft.model.adapters import initialise_lora
 from rpft.model.checkpoint import load_checkpoint
 from rpft.model.host_store import HostStore
@@ -33,25 +29,17 @@ from rpft.model.verify import verify_head
 from rpft.optim.adamw import AdamW
 from rpft.optim.host_optimizer import HostOptimizer
 from rpft.optim.schedule import Schedule
-from rpft.recipe.schema import Recipe
-from rpft.train.checkpoint import CheckpointFolder, TrainState, read_state, refuse_another_run, restore
+from rpft.train.checkpoint import TrainState, read_state, restore
+from rpft.train.faults import keep_batches, not_finite
+from rpft.train.interrupts import Interrupted, Interrupts, StoppedAtOnce
 from rpft.train.metrics import EvalRecord, MetricsFile, StepRecord
 from rpft.train.prepare import Prepared
 from rpft.train.reporter import Reporter
+from rpft.train.resume import about_run, checkpoint_folder, result_folder, run_identity
+from rpft.train.save_log import SaveLog
+from rpft.train.saver import Saver
 
 MOST_SKIPPED_IN_A_ROW = 3
-
-
-class TrainingStopped(RuntimeError):
-    """The run cannot go on usefully; the message says why and what to change."""
-
-
-class Interrupted(BaseException):
-    """The user asked to stop; the run is saved at ``checkpoint``."""
-
-    def __init__(self, step: int, checkpoint: Path) -> None:
-        super().__init__(f"stopped after step {step}, saved in {checkpoint}")
-        self.step, self.checkpoint = step, checkpoint
 
 
 @dataclass(frozen=True)
@@ -70,27 +58,6 @@ def to_host_batch(batch: Microbatch) -> HostBatch:
     return HostBatch(batch.input_ids, batch.position_ids, trained_at, flat[trained_at])
 
 
-def run_identity(prepared: Prepared) -> dict[str, Any]:
-    """What decides the numbers of a run; workers, plan and logging do not.
-
-    Device and kernels decide roundings only, and a run may go on with others.
-    """
-    recipe, order = prepared.recipe, prepared.data.order
-    return {
-        "model": recipe.model.model_dump(mode="json"),
-        "adapter": recipe.adapter.model_dump(mode="json") if recipe.adapter else None,
-        "train": recipe.train.model_dump(mode="json", exclude={"eval_every", "resume_from_checkpoint"}),
-        "optimizer": recipe.optimizer.model_dump(mode="json"),
-        "engine": {"host_gradients": str(prepared.gradient_dtype).removeprefix("torch.")},
-        "data": {
-            "items": len(prepared.data.items),
-            "tokens": prepared.data.train.tokens,
-            "trained_tokens": prepared.data.train.trained_tokens,
-        },
-        "num_steps": order.num_steps,
-    }
-
-
 class Trainer:
     """Carries out a prepared run. ``run`` blocks until it is done, interrupted or failed."""
 
@@ -102,24 +69,29 @@ class Trainer:
         self._delayed = recipe.optimizer.update == "delayed"
         self.output_dir = Path(recipe.output_dir)
         self._metrics = MetricsFile(self.output_dir)
-        self._checkpoints = _checkpoints(recipe)
-        self._run = run_identity(prepared)
-        self._state = TrainState(0, 0, 0, None, None, self._run)
+        self._interrupts = Interrupts(reporter.say)
+        self._saves = SaveLog(reporter)
         self._failure = Failure()
-        self._stop_asked = threading.Event()
         self._in_flight: _InFlight | None = None
         self._settled = False
-        self._best_step: int | None = None
-        self._best_loss: float | None = None
         self._eval_batches = (
             [to_host_batch(b) for b in self._data.evaluation()] if self._data.eval is not None else []
         )
+        self._state = TrainState(0, 0, 0, 0, None, None, run_identity(prepared), about_run(prepared))
+        """After the last step whose update has been waited for."""
+
+    @property
+    def last_checkpoint(self) -> Path | None:
+        """The newest whole checkpoint that the run has written or come from."""
+        return self._saves.last_checkpoint
+
+    @property
+    def last_step(self) -> int:
+        """The last step that is finished; 0 before the first."""
+        return self._state.step
 
     def run(self, resume_from: Path | None) -> Path:
         """Trains to the last step and gives the folder of the result. ``resume_from``: a checkpoint folder."""
-        if resume_from is not None:
-            self._state = read_state(resume_from)
-            self._best_step, self._best_loss = self._state.best_step, self._state.best_eval_loss
         self._store = HostStore(
             self._prepared.layouts,
             self._prepared.devices[0].allocate_host,
@@ -132,11 +104,23 @@ class Trainer:
             initialise_lora(self._prepared.skeleton, self._store, seed)
         verify_head(self._prepared.skeleton, self._store, self._prepared.dtype)
         if resume_from is not None:
-            restore(resume_from, self._store)
-            self._metrics.keep_until(self._state.step)
+            restore(resume_from, self._store, lagging=self._delayed)
+            self._saves.last_checkpoint = resume_from
+            self._state = replace(read_state(resume_from), run=self._state.run, about=self._state.about)
+            missing = self._metrics.keep_until(self._state.step)
+            if missing:
+                self._reporter.say(f"metrics.jsonl lacks {len(missing)} of the steps up to {self._state.step}")
         for device in self._prepared.devices:
             device.reset_peak()  # what measuring took is not the run's
         delays = Delays(self._recipe.engine.inject_delays)
+        self._saver = Saver(
+            checkpoint_folder(self._recipe),
+            self._store,
+            self._failure,
+            lagging=self._delayed,
+            may_make_room=self._recipe.checkpoint.make_room,
+            before_commit=self._metrics.sync,
+        )
         self._optimizer = self._make_optimizer(delays)
         self._engine = Engine(
             self._prepared.skeleton,
@@ -151,15 +135,25 @@ class Trainer:
             failure=self._failure,
             delays=delays,
         )
-        with self._signals():
+        if resume_from is not None and self._delayed:
+            self._engine.hold_back(self._state.step)
+        self._watchdog = Watchdog(
+            [*self._engine.streams, self._optimizer.stream],
+            self._recipe.engine.stall_seconds,
+            self._failure,
+            lambda: self._saver.progress_bytes,
+        )
+        with self._interrupts.caught():
             try:
                 self._train()
             except BaseException as error:
                 self._failure.set(error)  # what is queued is not worth waiting for
+                self._close(at_once=isinstance(error, StoppedAtOnce))
                 raise
-            finally:
-                self._close()
-            return self._save_result()
+            self._close()
+            folder = self._save_result()
+            self._metrics.sync()
+            return folder
 
     def _make_optimizer(self, delays: Delays) -> HostOptimizer:
         train, settings = self._recipe.train, self._recipe.optimizer
@@ -171,10 +165,9 @@ class Trainer:
             train.min_lr_ratio,
             train.decay_ratio,
         )
-        algorithm = AdamW(settings.betas, settings.eps, settings.weight_decay)
         return HostOptimizer(
             self._store,
-            algorithm,
+            AdamW(settings.betas, settings.eps, settings.weight_decay),
             schedule,
             train.max_grad_norm,
             self._failure,
@@ -182,6 +175,7 @@ class Trainer:
             updates_applied=self._state.updates_applied,
             skipped_steps=self._state.skipped_steps,
             kernels=self._prepared.one_pass,
+            before_update=self._saver.before_update,
         )
 
     # -- the loop ------------------------------------------------------------------------------------------
@@ -204,34 +198,45 @@ class Trainer:
         self._rest()
         if self._eval_batches and not self._metrics.has_evaluation(self._num_steps):
             self._evaluate(self._num_steps)
+        self._saver.wait()
+        self._saves.note(self._saver.take_reports())
 
     def _at_boundary(self, step: int) -> None:
         """What is due between ``step``, which is in flight, and the next."""
-        stop = self._stop_asked.is_set()
-        every = self._recipe.train.eval_every
-        evaluate = bool(self._eval_batches) and every is not None and step % every == 0 and step < self._num_steps
-        save = stop or self._save_due(step)
-        if save or (evaluate and not self._delayed):
-            self._rest()
-        best = self._evaluate(step) if evaluate else False
-        if save or (best and self._recipe.checkpoint.keep_best):
-            self._rest()
-            path = self._save(step)
-            if stop and step < self._num_steps:
-                raise Interrupted(step, path)
-        if save or evaluate:
+        every, last = self._recipe.train.eval_every, step == self._num_steps
+        evaluate = bool(self._eval_batches) and every is not None and step % every == 0 and not last
+        best = False
+        if evaluate:
+            if not self._delayed:
+                self._rest()
+            best = self._evaluate(step)
             self._mark = time.monotonic()
+        asked = self._interrupts.asked if not last else None
+        if asked or self._save_due(step) or (best and self._recipe.checkpoint.keep_best):
+            self._save(step)
+        if asked:
+            self._finish_in_flight()
+            self._saver.wait()
+            self._saves.note(self._saver.take_reports(), may_fail=False)
+            assert self._saves.last_checkpoint is not None
+            raise Interrupted(asked, step, self._saves.last_checkpoint)
+        self._saves.note(self._saver.take_reports())
 
     def _rest(self) -> None:
         """Waits until every submitted step is applied; delayed updates are applied now."""
         self._engine.flush()
         self._finish_in_flight()
+        done = self._optimizer.stream.record(Event())
+        with self._watchdog.expecting("the last update"):
+            while not done.wait(POLL_SECONDS):
+                self._failure.raise_if_failed()
 
     def _finish_in_flight(self) -> None:
         if self._in_flight is None:
             return
         flight, self._in_flight = self._in_flight, None
-        result = self._optimizer.wait(flight.step)
+        with self._watchdog.expecting(f"step {flight.step}"):
+            result = self._optimizer.wait(flight.step)
         if not self._settled:
             self._settled = True
             self._engine.settle()
@@ -252,28 +257,33 @@ class Trainer:
             devices=[{"name": d.name, "peak_bytes": d.peak_bytes()} for d in self._prepared.devices],
         )
         self._metrics.append(record)
+        self._state = replace(
+            self._state,
+            step=flight.step,
+            updates_applied=flight.step - result.skipped_steps,
+            skipped_steps=result.skipped_steps,
+            skipped_in_a_row=self._state.skipped_in_a_row + 1 if result.skipped else 0,
+        )
+        if self._saver.armed_step == flight.step:
+            self._saver.start(self._state)
         self._reporter.stepped(record)
-        if result.skipped_in_a_row >= MOST_SKIPPED_IN_A_ROW:
-            raise TrainingStopped(
-                f"steps {flight.step - MOST_SKIPPED_IN_A_ROW + 1} to {flight.step} had a loss or gradient that is"
-                " not finite and were skipped, so nothing was lost; the weights are those before them."
-                + (" float16 overflows above 65,504: use model.dtype=bfloat16." if self._is_half() else "")
-                + " Lower train.learning_rate, or look at the rows of these steps."
-            )
-
-    def _is_half(self) -> bool:
-        return self._prepared.dtype == torch.float16
+        if self._state.skipped_in_a_row >= MOST_SKIPPED_IN_A_ROW:
+            steps = range(flight.step - MOST_SKIPPED_IN_A_ROW + 1, flight.step + 1)
+            folder = keep_batches(self.output_dir, self._data, steps)
+            raise not_finite(steps, self._prepared.dtype == torch.float16, folder)
 
     def _evaluate(self, step: int) -> bool:
         """Evaluates with the weights that the next step will see; whether the loss is the lowest so far."""
         tokens = sum(batch.trained_tokens for batch in self._eval_batches)
-        loss = self._engine.evaluate(self._eval_batches) / tokens
+        with self._watchdog.expecting(f"the evaluation after step {step}"):
+            loss = self._engine.evaluate(self._eval_batches) / tokens
         record = EvalRecord(step, loss, tokens)
         self._metrics.append(record)
         self._reporter.evaluated(record)
-        best = step > 0 and (self._best_loss is None or loss < self._best_loss)
+        lowest = self._state.best_eval_loss
+        best = step > 0 and math.isfinite(loss) and (lowest is None or loss < lowest)
         if best:
-            self._best_step, self._best_loss = step, loss
+            self._state = replace(self._state, best_step=step, best_eval_loss=loss)
         return best
 
     # -- saving --------------------------------------------------------------------------------------------
@@ -284,23 +294,17 @@ class Trainer:
         minutes = (time.monotonic() - self._last_save) / 60
         return by_steps or (settings.every_minutes is not None and minutes >= settings.every_minutes)
 
-    def _save(self, step: int) -> Path:
-        self._state = TrainState(
-            step,
-            self._optimizer.updates_applied,
-            self._optimizer.skipped_steps,
-            self._best_step,
-            self._best_loss,
-            self._run,
-        )
-        path = self._checkpoints.save(self._state, self._store)
+    def _save(self, step: int) -> None:
+        """Has the state after ``step`` written as soon as that step is finished."""
+        self._saver.arm(step)
+        self._engine.order_masters()
         self._last_save = time.monotonic()
-        self._reporter.saved(path)
-        return path
+        if self._in_flight is None:
+            self._saver.start(self._state)
 
     def _save_result(self) -> Path:
         prepared = self._prepared
-        folder = _result_folder(self._recipe)
+        folder = result_folder(self._recipe)
         save_result(
             folder, prepared.skeleton, self._store, prepared.config, self._data.tokenizer, prepared.peft_model
         )
@@ -309,74 +313,13 @@ class Trainer:
 
     # -- the end -------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """A first SIGINT or SIGTERM asks for a save at the next step boundary; a second one ends at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.getsignal(number) for number in numbers}
-
-        def leave(number: int, frame: Any) -> None:
-            for n in numbers:
-                signal.signal(n, signal.SIG_IGN)  # closing takes seconds, and a third signal would cut it short
-            raise KeyboardInterrupt
-
-        def ask(number: int, frame: Any) -> None:
-            self._stop_asked.set()
-            for n in numbers:
-                signal.signal(n, leave)
-            with suppress(RuntimeError):  # printing is not reentrant, and the signal may have come inside of it
-                self._reporter.say("stopping after this step, to save; once more to stop at once without saving")
-
-        for number in numbers:
-            signal.signal(number, ask)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _close(self) -> None:
-        """Ends all threads of the engine and the optimizer."""
+    def _close(self, at_once: bool = False) -> None:
+        """Ends all threads. A checkpoint that is being written is finished, since no update can reach it now."""
         self._engine.close()
         self._optimizer.close()
         self._optimizer.join(5.0)
-
-
-def _checkpoints(recipe: Recipe) -> CheckpointFolder:
-    settings = recipe.checkpoint
-    return CheckpointFolder(Path(recipe.output_dir), settings.keep_last, settings.keep_best)
-
-
-def _result_folder(recipe: Recipe) -> Path:
-    return Path(recipe.output_dir) / ("model" if recipe.adapter is None else "adapter")
-
-
-def find_checkpoint(recipe: Recipe, wanted: bool | str) -> Path | None:
-    """The checkpoint to resume from: ``True`` the newest, a path that one, ``False`` none.
-
-    Refused is a new run in a directory which holds one already, so that nothing is lost. To be called before
-    ``prepare``, which takes minutes where layers are compiled and measured.
-    """
-    output_dir = Path(recipe.output_dir)
-    if wanted:
-        path = _checkpoints(recipe).newest() if wanted is True else Path(wanted)
-        read_state(path)
-        return path
-    if MetricsFile(output_dir).path.exists():
-        raise UserError(
-            f"output_dir {output_dir} already holds a run: give --resume to go on with it, or another output_dir"
-        )
-    result = _result_folder(recipe)
-    if result.exists():
-        raise UserError(
-            f"output_dir {output_dir} holds {result.name}/, which the result would replace: give another"
-        )
-    return None
-
-
-def refuse_unless_same_run(prepared: Prepared, checkpoint: Path) -> None:
-    """UserError where ``checkpoint`` is of another run than ``prepared``."""
-    refuse_another_run(checkpoint, read_state(checkpoint), run_identity(prepared))
+        if at_once:
+            self._saver.give_up()
+        self._saver.wait()
+        self._watchdog.close()
+        self._saves.note(self._saver.take_reports())

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from rpft import files
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -44,18 +46,30 @@ class EvalRecord:
 
 
 class MetricsFile:
-    """Appends records to OUTPUT_DIR/metrics.jsonl."""
+    """Appends records to OUTPUT_DIR/metrics.jsonl. A line that a full disk does not take waits for the next."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / METRICS_FILE
+        self._waiting: list[str] = []
+        self._lock = threading.Lock()
 
-    def keep_until(self, step: int) -> None:
-        """Drops what stands after ``step`` (a resumed run makes it again) and a last line that is not whole."""
+    def keep_until(self, step: int) -> list[int]:
+        """Drops what stands after ``step`` (a resumed run makes it again) and a last line that is not whole.
+
+        Gives the steps up to ``step`` that have no line. There are some only where the file was touched, or the
+        run began in another folder.
+        """
+        kept = [(text, line) for text, line in self._whole_lines() if line["step"] <= step]
         if self.path.exists():
-            kept = "".join(text + "\n" for text, line in self._whole_lines() if line["step"] <= step)
-            fresh = self.path.with_suffix(".partial")
-            fresh.write_text(kept, encoding="utf-8", newline="\n")
-            os.replace(fresh, self.path)
+            files.write_whole(self.path, "".join(text + "\n" for text, _ in kept))
+        return sorted(set(range(1, step + 1)) - {line["step"] for _, line in kept if "loss" in line})
+
+    def sync(self) -> None:
+        """Returns when all lines so far are on the disk; OSError where it does not take them. Any thread's."""
+        with self._lock:
+            self._write_waiting()
+            if self.path.exists():
+                files.sync(self.path)
 
     def has_evaluation(self, step: int) -> bool:
         """Whether an evaluation at ``step`` is already in the file."""
@@ -65,17 +79,31 @@ class MetricsFile:
         """(text, content) of each line that is a whole JSON object."""
         if not self.path.exists():
             return
-        for text in self.path.read_text(encoding="utf-8").splitlines():
+        for text in self.path.read_text(encoding="utf-8", errors="replace").split("\n"):
             with suppress(ValueError):
                 line = json.loads(text)
-                if isinstance(line, dict):
+                if isinstance(line, dict) and isinstance(line.get("step"), int):
                     yield text, line
 
     def append(self, record: StepRecord | EvalRecord) -> None:
         """Writes one line at once. A number that JSON lacks (a skipped step's loss) becomes null."""
         line = json.dumps({key: _finite(value) for key, value in asdict(record).items()}, allow_nan=False)
-        with self.path.open("a", encoding="utf-8", newline="\n") as file:
-            file.write(line + "\n")
+        with self._lock:
+            self._waiting.append(line + "\n")
+            with suppress(OSError):  # it stays waiting, and ``sync`` will say what is wrong
+                self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        if not self._waiting:
+            return
+        with self.path.open("ab", buffering=0) as file:
+            whole = file.tell()
+            try:
+                files.write(file, "".join(self._waiting).encode())
+            except OSError:
+                file.truncate(whole)
+                raise
+        self._waiting.clear()
 
 
 def _finite(value: Any) -> Any:

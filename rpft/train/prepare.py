@@ -27,7 +27,6 @@ from rpft.plan.bill import (
     available_host_bytes,
     make_bill,
     refuse_unless_fits,
-    refuse_unless_stored,
 )
 from rpft.plan.choose import choose_plan, model_shape
 from rpft.plan.partition import choose_num_microbatches
@@ -130,7 +129,6 @@ def prepare(recipe: Recipe, say: Say = lambda line: None) -> Prepared:
     )
     bill = make_bill(plan, layouts, work)
     refuse_unless_fits(bill, ram, vram)
-    refuse_unless_stored(bill, Path(recipe.output_dir))
     return Prepared(
         recipe,
         checkpoint,

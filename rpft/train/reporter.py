@@ -1,7 +1,10 @@
-"""What the training loop tells whoever watches."""
+"""What the training loop tells whoever watches, and that nothing is lost when nobody can any more."""
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -28,3 +31,42 @@ class Reporter(Protocol):
     def saved(self, path: Path) -> None: ...
 
     def close(self) -> None: ...
+
+
+class LastingReporter:
+    """Passes everything on until the output is gone, as with a closed terminal or pipe; is silent from then on."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
+        self._silent = False
+
+    def say(self, text: str) -> None:
+        self._try(lambda: self._reporter.say(text))
+
+    def loading(self, done: int, total: int) -> None:
+        self._try(lambda: self._reporter.loading(done, total))
+
+    def begin(self, first_step: int, num_steps: int) -> None:
+        self._try(lambda: self._reporter.begin(first_step, num_steps))
+
+    def stepped(self, record: StepRecord) -> None:
+        self._try(lambda: self._reporter.stepped(record))
+
+    def evaluated(self, record: EvalRecord) -> None:
+        self._try(lambda: self._reporter.evaluated(record))
+
+    def saved(self, path: Path) -> None:
+        self._try(lambda: self._reporter.saved(path))
+
+    def close(self) -> None:
+        self._try(self._reporter.close)
+
+    def _try(self, tell: Callable[[], None]) -> None:
+        if self._silent:
+            return
+        try:
+            tell()
+        except OSError:
+            self._silent = True
+            # Else what is left in the buffers would be a fault at the end of the process.
+            sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115

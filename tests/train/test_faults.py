@@ -1,7 +1,10 @@
 """Faults end every thread, say one thing, and leave the last checkpoint whole and no half result."""
 
 import errno
+import json
+import os
 import re
+import shlex
 import threading
 
 import pytest
@@ -9,7 +12,8 @@ import torch
 from support.recipes import WORDS, chats, tiny_tokenizer, watch
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-import rpft.train.checkpoint
+from rpft import files
+from rpft.engine.failure import Failure
 from rpft.optim.adamw import AdamW
 
 
@@ -21,10 +25,13 @@ def armed(monkeypatch):
     return event
 
 
-def check_fault(made, output, ran, said):
-    assert ran.code == 1
+def check_fault(made, output, ran, said, code=1):
+    assert ran.code == code
     assert re.search(said, ran.err), ran.err
-    assert len(ran.err.strip().splitlines()) == 3
+    assert len(ran.err.strip().splitlines()) == 4
+    assert re.search(r"step \d is the last that was finished, the last checkpoint is .*/step-\d+\.", ran.err)
+    words = shlex.join(["rpft", "train", str(made.recipe), f"output_dir={made.folder / output}"])
+    assert f"To go on: {words}" in ran.err
     assert "rpft --debug train" in ran.err
     ours = [thread.name for thread in threading.enumerate() if re.match(r"cpu:|optimizer", thread.name)]
     assert ours == []
@@ -66,6 +73,44 @@ def test_an_exception_in_a_worker_names_stage_microbatch_and_device(workers, run
     check_resumes(made, output, unbroken)
 
 
+def test_a_layer_that_never_ends_is_reported_with_who_waits_for_it(runs, armed, monkeypatch):
+    made, unbroken = runs
+    forward, fail = LlamaDecoderLayer.forward, Failure.set
+    seen = threading.Event()
+
+    def stuck(self, *arguments, **named):
+        if armed.is_set():
+            seen.wait(60)
+        return forward(self, *arguments, **named)
+
+    def failed(self, error):
+        fail(self, error)
+        seen.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaDecoderLayer, "forward", stuck)
+        patch.setattr(Failure, "set", failed)
+        ran = made.train("stuck", "engine.stall_seconds=1", "engine.workers=2")
+    said = r"no progress for 1 seconds \(engine.stall_seconds\) in step \d\. At work: .*cpu:\d compute: slot"
+    check_fault(made, "stuck", ran, said, code=4)
+    check_resumes(made, "stuck", unbroken)
+
+
+def test_memory_that_runs_out_has_an_exit_code_of_its_own(runs, armed, monkeypatch):
+    made, _ = runs
+    forward = LlamaDecoderLayer.forward
+
+    def failing(self, *arguments, **named):
+        if armed.is_set():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return forward(self, *arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaDecoderLayer, "forward", failing)
+        ran = made.train("memory")
+    check_fault(made, "memory", ran, "microbatch .* OutOfMemoryError: CUDA out of memory", code=3)
+
+
 def test_an_exception_in_the_optimizer_names_the_step(runs, armed, monkeypatch):
     made, unbroken = runs
     update = AdamW.update
@@ -82,25 +127,48 @@ def test_an_exception_in_the_optimizer_names_the_step(runs, armed, monkeypatch):
     check_resumes(made, "optimizer", unbroken)
 
 
-def test_a_disk_full_in_mid_save_leaves_the_checkpoint_before(runs, armed, monkeypatch):
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
+def test_a_disk_that_takes_no_more_leaves_the_checkpoint_before_and_ends_the_run_at_the_third_save(
+    number, runs, armed, monkeypatch
+):
     made, unbroken = runs
-    save = rpft.train.checkpoint.save_file
-    written = []
+    write = files.write
+    output = f"disk {number}"
 
-    def failing(tensors, path):
-        if armed.is_set():
-            written.append(path)
-            if len(written) == 3:
-                path.write_bytes(b"half of")
-                raise OSError(errno.ENOSPC, "No space left on device")
-        save(tensors, path)
+    def failing(file, data):
+        if armed.is_set() and file.name.endswith("layer-00003.safetensors"):
+            write(file, data[: len(data) // 2])
+            raise OSError(number, os.strerror(number))
+        write(file, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(rpft.train.checkpoint, "save_file", failing)
-        ran = made.train("disk full")
-    check_fault(made, "disk full", ran, "No space left on device")
-    check_resumes(made, "disk full", unbroken)
-    assert "step-00000002.partial" not in made.outcome("disk full").checkpoints
+        patch.setattr(files, "write", failing)
+        ran = made.train(output)
+    check_fault(made, output, ran, os.strerror(number), code=5)
+    assert ran.out.count("could not be saved") == 2
+    check_resumes(made, output, unbroken)
+    assert not [name for name in made.outcome(output).checkpoints if name.endswith(".partial")]
+
+
+def test_a_save_that_fails_once_is_said_and_the_run_goes_on(runs, monkeypatch):
+    made, unbroken = runs
+    rename = files.rename
+    failed = []
+
+    def failing(source, target):
+        if target.name == "step-00000003" and not failed:
+            failed.append(target)
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "rename", failing)
+        ran = made.train("once")
+    assert ran.code == 0
+    assert "step 3 could not be saved" in ran.out
+    outcome = made.outcome("once")
+    assert outcome.checkpoints == [f"step-0000000{step}" for step in (1, 2, 4, 5, 6, 7, 8)]
+    assert (outcome.numbers, outcome.result) == (unbroken.numbers, unbroken.result)
 
 
 ODD = "~"
@@ -124,7 +192,7 @@ def rows_with_odd(places):
 def test_an_overflow_in_float16_stops_after_three_skipped_steps_and_suggests_bfloat16(fresh):
     made = fresh("llama", rows=rows_with_odd(range(24)), change_model=overflow)
     ran = made.train("out", "model.dtype=float16", "train.max_steps=9", "checkpoint.every_steps=5")
-    assert ran.code == 1
+    assert ran.code == 6
     assert "model.dtype=bfloat16" in ran.err
     outcome = made.outcome("out")  # which reads no NaN
     assert [line["skipped_steps"] for line in outcome.steps] == [1, 2, 3]
@@ -132,6 +200,9 @@ def test_an_overflow_in_float16_stops_after_three_skipped_steps_and_suggests_bfl
     assert [line["grad_norm"] for line in outcome.steps] == [None] * 3
     assert not outcome.result
     assert outcome.checkpoints == []
+    kept = [json.loads(file.read_text()) for file in sorted((outcome.folder / "not_finite").iterdir())]
+    assert [batch["step"] for batch in kept] == [1, 2, 3]
+    assert all(ODD in text for batch in kept for micro in batch["microbatches"] for text in micro["text"])
     assert made.train("in float32", "train.max_steps=1").code == 0
 
 

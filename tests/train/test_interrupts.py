@@ -1,5 +1,6 @@
 """SIGINT and SIGTERM end a run at a step boundary, saved; a second one ends it at once."""
 
+import errno
 import os
 import shlex
 import signal
@@ -11,6 +12,7 @@ import pytest
 from support.recipes import chats, run_rpft, watch
 
 import rpft.train.loop
+from rpft.console.plain import PlainReporter
 
 SECTIONS = {"train": {"max_steps": 6, "eval_every": 2}}
 
@@ -32,21 +34,24 @@ def send_at(step, signals, monkeypatch):
     watch(monkeypatch, on_step)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda n: n.name)
 def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(number, runs, monkeypatch):
     made, unbroken = runs
-    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    handlers = [signal.getsignal(n) for n in SIGNALS]
     output = f"stopped by {number.name}"
     with monkeypatch.context() as patch:
-        send_at(3, [number], patch)
+        send_at(4, [number], patch)
         ran = made.train(output, "engine.workers=2")
-    assert ran.code == 130
+    assert ran.code == 128 + number
     stopped = made.outcome(output)
-    assert [line["step"] for line in stopped.steps] == [1, 2, 3]
-    assert stopped.checkpoints == ["step-00000003"]
+    assert [line["step"] for line in stopped.steps] == [1, 2, 3, 4]
+    assert stopped.checkpoints == ["step-00000004"]
     assert not stopped.result
     assert "Traceback" not in ran.err
-    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert [signal.getsignal(n) for n in SIGNALS] == handlers
     advice = ran.out.partition("To go on: rpft ")[2].strip()
     resumed = run_rpft(*shlex.split(advice))
     assert resumed.code == 0, resumed.err
@@ -63,10 +68,47 @@ def test_more_signals_end_at_once_and_leave_the_earlier_checkpoint_whole(runs, t
         ran = made.train(name, "checkpoint.every_steps=1")
     assert ran.code == 130
     assert "Traceback" not in ran.err
-    assert made.outcome(name).checkpoints == ["step-00000001"]
+    assert "checkpoints/step-0000000" in ran.out.partition("interrupted. ")[2]
+    assert "step-00000003" not in made.outcome(name).checkpoints
     resumed = made.train_well(name, "--resume")
     assert resumed.numbers == unbroken.numbers
     assert resumed.result == unbroken.result
+
+
+def test_an_interrupt_of_a_delayed_run_changes_no_number(project, monkeypatch):
+    """What is in flight is saved as it is: masters and moments of this step, and the weights of the one before."""
+    made = project("interrupts delayed", "llama", sections={**SECTIONS, "optimizer": {"update": "delayed"}})
+    unbroken = made.train_well("unbroken")
+    for step in (2, 5):
+        with monkeypatch.context() as patch:
+            send_at(step, [signal.SIGTERM], patch)
+            assert made.train(f"stopped {step}").code == 143
+        resumed = made.train_well(f"stopped {step}", "--resume", "engine.workers=2")
+        assert resumed.numbers == unbroken.numbers
+        assert resumed.result == unbroken.result
+
+
+def test_a_closed_terminal_asks_once_however_often_it_says_so(runs, monkeypatch):
+    made, _ = runs
+    with monkeypatch.context() as patch:
+        send_at(4, [signal.SIGHUP] * 3, patch)
+        assert made.train("closed").code == 128 + signal.SIGHUP
+    assert made.outcome("closed").checkpoints == ["step-00000004"]
+
+
+def test_an_output_that_is_gone_ends_no_run(runs, monkeypatch):
+    made, unbroken = runs
+    said = []
+
+    def gone(self, text):
+        said.append(text)
+        if len(said) > 20:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(PlainReporter, "say", gone)
+    outcome = made.train_well("gone")
+    assert len(said) == 21
+    assert (outcome.numbers, outcome.result) == (unbroken.numbers, unbroken.result)
 
 
 def test_a_signal_during_the_last_step_lets_the_run_end_well(runs, monkeypatch):

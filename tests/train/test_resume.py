@@ -1,5 +1,6 @@
 """A run that goes on from a checkpoint is the unbroken run, bit for bit; what cannot be gone on is refused."""
 
+import hashlib
 import json
 import shutil
 
@@ -8,6 +9,7 @@ from support.engines import plan_of
 from support.recipes import chats, watch
 
 from rpft.optim.schedule import Schedule
+from rpft.train.checkpoint import content_digest
 
 PROJECTS = {
     "full": ("qwen3", {}),
@@ -15,7 +17,8 @@ PROJECTS = {
     "full bfloat16": ("llama", {"model": {"dtype": "bfloat16"}, "engine": {"host_gradients": "float32"}}),
     "bfloat16 gradients": ("llama", {"model": {"dtype": "bfloat16"}}),
     "traced": ("llama", {"engine": {"kernels": "trace"}, "data": {"max_seq_len": 24, "truncation": "right"}}),
-    "delayed": ("llama", {"optimizer": {"update": "delayed"}, "checkpoint": {"every_steps": 2}}),
+    "delayed": ("llama", {"optimizer": {"update": "delayed"}}),
+    "delayed bfloat16": ("llama", {"optimizer": {"update": "delayed"}, "model": {"dtype": "bfloat16"}}),
 }
 
 
@@ -53,7 +56,8 @@ def test_four_steps_equal_two_steps_a_save_and_two_steps(name, runs, monkeypatch
         crash_at(3, patch)
         assert made.train(name, "checkpoint.every_steps=2").code == 1
     plan = made.folder / "another plan.json"
-    num_microbatches = 4 if name == "bfloat16 gradients" else 3  # else they would be rounded between two rounds
+    # Gradients in bfloat16 would be rounded between two rounds.
+    num_microbatches = 4 if name in ("bfloat16 gradients", "delayed bfloat16") else 3
     plan.write_text(plan_of([(0, 0), (1, 3)], [(4, 5), (0, 3)], num_microbatches, "layer").to_json())
     resumed = made.train_well(
         name,
@@ -82,8 +86,8 @@ def test_a_checkpoint_from_before_gradients_could_be_rounded_goes_on_with_float3
         assert made.train("older", "checkpoint.every_steps=2").code == 1
     state = made.folder / "older" / "checkpoints" / "step-00000002" / "state.json"
     older = json.loads(state.read_text())
-    del older["run"]["engine"]
-    state.write_text(json.dumps(older))
+    del older["run"]["engine"], older["sha256"]
+    state.write_text(json.dumps({**older, "sha256": content_digest(older)}))
     refused = made.train("older", "checkpoint.every_steps=2", "--resume", "engine.host_gradients=auto")
     assert refused.code == 2
     assert "engine.host_gradients was float32 and is bfloat16" in refused.err
@@ -113,7 +117,8 @@ def test_a_run_killed_after_step_7_goes_on_with_step_8(crash, ten_rows, monkeypa
             crash_at(crash, patch)
         assert made.train(output, "checkpoint.every_steps=7").code == 1
     broken = made.outcome(output)
-    assert broken.steps[-1]["step"] == (7 if crash == "at the save" else crash)
+    # A save is reported when it is whole, which may be some steps later.
+    assert broken.steps[-1]["step"] >= 7 if crash == "at the save" else broken.steps[-1]["step"] == crash
     assert not broken.result
     with (broken.folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 99, "lo')  # the line that was being written
@@ -185,11 +190,35 @@ def garble_the_state(folder):
     (folder / "state.json").write_text('{"version": 1, "sizes": {}, "st')
 
 
+def flip_a_bit(file, place):
+    content = bytearray(file.read_bytes())
+    content[place] ^= 4
+    file.write_bytes(content)
+
+
+def flip_a_bit_of_a_layer(folder):
+    flip_a_bit(folder / "layer-00002.safetensors", -100)
+
+
+def flip_a_bit_of_the_state(folder):
+    """The step, 15, becomes 55."""
+    state = folder / "state.json"
+    flip_a_bit(state, state.read_bytes().index(b'"step": 15') + len('"step": '))
+
+
 def leave_unfinished(folder):
     folder.rename(folder.with_name(folder.name + ".partial"))
 
 
-TEARS = [truncate, lose_a_layer, lose_the_state, garble_the_state, leave_unfinished]
+TEARS = [
+    truncate,
+    lose_a_layer,
+    lose_the_state,
+    garble_the_state,
+    flip_a_bit_of_a_layer,
+    flip_a_bit_of_the_state,
+    leave_unfinished,
+]
 
 
 @pytest.mark.parametrize("tear", TEARS)
@@ -232,6 +261,73 @@ def test_another_learning_rate_on_resume_is_refused_with_the_difference(ten_rows
     assert "train.learning_rate was 0.003 and is 0.001" in ran.err
     assert "optimizer.betas was [0.9, 0.999] and is [0.9, 0.95]" in ran.err
     assert (three_checkpoints / "recipe.yaml").read_text() == before
+
+
+def test_force_goes_on_with_another_learning_rate_and_says_so(ten_rows, three_checkpoints):
+    made, unbroken = ten_rows
+    output = made.folder / "forced"
+    shutil.copytree(three_checkpoints, output)
+    words = ("--resume", "--force", "train.learning_rate=1e-3")
+    refused = made.train("forced", *words[1:])
+    assert (refused.code, "--force is for --resume" in refused.err) == (2, True)
+    refused = made.train("forced", "--resume", str(output / "checkpoints" / "step-00000010"), *words[1:])
+    assert refused.code == 2
+    assert "step-00000015 of the run before lie beside it" in refused.err
+    shutil.rmtree(output / "checkpoints" / "step-00000015")
+    ran = made.train("forced", *words)
+    assert ran.code == 0, ran.err
+    assert "going on with another run, as --force asks for: train.learning_rate was 0.003 and is 0.001" in ran.out
+    outcome = made.outcome("forced")
+    assert outcome.numbers[:11] == unbroken.numbers[:11]
+    assert outcome.steps[10]["learning_rate"] == pytest.approx(unbroken.steps[10]["learning_rate"] / 3)
+
+
+def test_what_may_differ_is_listed(ten_rows, three_checkpoints):
+    made, unbroken = ten_rows
+    shutil.copytree(three_checkpoints, made.folder / "harmless")
+    ran = made.train("harmless", "--resume", "engine.workers=2", "checkpoint.keep_last=7", "train.eval_every=20")
+    assert ran.code == 0, ran.err
+    listed = [line.partition("roundings: ")[2] for line in ran.out.splitlines() if "roundings: " in line]
+    assert "engine.workers was 1 and is 2" in " ".join(listed)
+    assert "recipe.checkpoint.keep_last was 3 and is 7" in listed
+    assert "recipe.train.eval_every was None and is 20" in listed
+    assert "learning_rate" not in ran.out.partition("resuming from")[0].partition("training:")[0]
+    assert made.outcome("harmless").numbers == unbroken.numbers
+
+
+@pytest.mark.parametrize(
+    ("words", "step"),
+    [
+        (["--resume", "latest"], 15),
+        (["--resume=latest"], 15),
+        (["--resume", "{}/step-00000010"], 10),
+        (["--resume={}/step-00000010/"], 10),
+        (["--resume", "engine.workers=1"], 15),
+    ],
+)
+def test_resume_takes_a_folder_or_latest_or_stands_alone(words, step, ten_rows, three_checkpoints, monkeypatch):
+    made, _ = ten_rows
+    found = []
+
+    def stop(prepared, reporter):
+        return type("Trainer", (), {"run": lambda self, checkpoint: found.append(checkpoint)})()
+
+    monkeypatch.setattr("rpft.train.loop.Trainer", stop)
+    ran = made.train("three", *[word.format(three_checkpoints / "checkpoints") for word in words])
+    assert ran.code == 0, ran.err
+    assert found == [three_checkpoints / "checkpoints" / f"step-000000{step}"]
+
+
+def test_other_rows_of_the_same_number_and_length_are_refused(project):
+    rows = chats(8)
+    made = project("same size", "llama", rows=rows, sections={"train": {"max_steps": 2}})
+    made.train_well("out", "checkpoint.every_steps=1")
+    other = made.folder / "other.jsonl"
+    lines = (made.folder / "train.jsonl").read_text().splitlines()
+    other.write_text("\n".join([lines[1], lines[0], *lines[2:]]) + "\n")
+    ran = made.train("out", "--resume", f"data.train=[{other}]")
+    assert ran.code == 2
+    assert "data.sha256 was" in ran.err
 
 
 def test_other_rows_on_resume_are_refused(ten_rows, three_checkpoints, tmp_path):
@@ -313,4 +409,10 @@ def test_the_state_file_says_which_step_and_which_run(three_checkpoints):
     state = json.loads((three_checkpoints / "checkpoints" / "step-00000010" / "state.json").read_text())
     assert state["step"] == 10
     assert state["run"]["train"]["learning_rate"] == 3e-3
-    assert len(state["sizes"]) == 6
+    assert len(state["files"]) == 6
+    for name, record in state["files"].items():
+        content = (three_checkpoints / "checkpoints" / "step-00000010" / name).read_bytes()
+        assert record == {"num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    assert state["about"]["recipe"]["engine"]["workers"] == 1
+    assert json.loads(state["about"]["plan"])["num_microbatches"] > 0
+    assert set(state["about"]["versions"]) == {"rpft", "torch", "transformers", "python"}
