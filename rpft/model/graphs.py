@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
+from rpft.model.added_products import fuse_added_products
 from rpft.model.gradient_sums import add_product_flops, fuse_gradient_sums
 from rpft.model.layout import ALIGNMENT_BYTES, align
 
@@ -118,6 +119,7 @@ class Kernels:
             return module
         from torch._inductor import standalone_compile
 
+        fuse_added_products(module)
         if not any(node.op == "call_function" for node in module.graph.nodes):
             return module  # nothing to compile
         return standalone_compile(module, list(tensors), dynamic_shapes="from_example_inputs")

@@ -322,6 +322,7 @@ ALL_EXPERTS = {"num_experts_per_tok": 4}
 
 COMPILED: dict[str, tuple[str, torch.dtype, LoraSettings | None, dict[str, Any], float]] = {
     "llama, LoRA": ("llama", torch.float32, LORA, {}, 1e-5),
+    "llama, LoRA, bfloat16": ("llama", torch.bfloat16, LORA, {}, 4e-2),
     "gpt2 with dropout": ("gpt2", torch.float32, None, {}, 1e-5),
     "gemma2, LoRA on some blocks": ("gemma2", torch.float32, SOME_BLOCKS, {}, 1e-5),
     "falcon": ("falcon", torch.float32, None, {}, 1e-5),
