@@ -10,16 +10,20 @@ from typing import Any
 from rpft.model.layout import LayerLayout
 from rpft.model.skeleton import Skeleton
 from rpft.plan.bill import ModelShape, Workload, make_bill
-from rpft.plan.costs import LayerCost, layer_costs, measured_costs
-from rpft.plan.partition import balanced_plan, improved
+from rpft.plan.costs import LayerCost, layer_costs, layer_loads, measured_costs
+from rpft.plan.partition import Fits, Seconds, balanced_plan, improved
 from rpft.plan.plan import Plan
-from rpft.plan.simulate import ASSUMED_RATES, Rates, StepShape, step_seconds
+from rpft.plan.profile import LayerProfile
+from rpft.plan.simulate import ASSUMED_RATES, Rates, StepShape, steps_seconds
 
 _FILLED_WITH_RESIDENTS = 0.95
 """Share of the device memory up to which frozen weights may stay: the allocator's fragments need some too."""
 
 _WORTH_KEEPING = 0.005
 """Share of a step that keeping more must save."""
+
+_WORTH_IMPROVING = 0.02
+"""By how much of a step a way of keeping more may be behind the best before its own cuts are found."""
 
 
 def model_shape(config: Any, itemsize: int) -> ModelShape:
@@ -40,13 +44,14 @@ def choose_plan(
     vram_bytes: int | None,
     ram_bytes: int | None,
     rates: Rates = ASSUMED_RATES,
+    speeds: Sequence[float] | None = None,
 ) -> Plan:
     """A plan for ``work`` on ``num_workers`` with ``vram_bytes`` each (None: no limit); ``recompute`` may be auto.
 
     Layers that run as graphs are recomputed one at a time where RAM allows, since a layer's recompute and
     backward as one graph is shorter; run by torch they are recomputed a stage at a time where VRAM allows, since
     fewer hidden states then cross the link. Where nothing fits, the plan with the smallest stages, whose bill says
-    by how much.
+    by how much. ``speeds``: of each worker, over that of the one that was measured, where they differ.
     """
     costs = layer_costs(layouts, skeleton) if work.profiles is None else measured_costs(work.profiles)
     rounds = -(-work.accumulation // num_microbatches)
@@ -57,14 +62,15 @@ def choose_plan(
         bill = make_bill(plan, layouts, work)
         return (vram_bytes is None or bill.device <= vram_bytes) and (ram_bytes is None or bill.host <= ram_bytes)
 
-    seconds = None
-    if work.profiles is not None:
-        seconds = partial(step_seconds, shape=_step_shape(layouts, work, costs, num_workers, rounds), rates=rates)
+    def clock(costs: Sequence[LayerCost]) -> Seconds:
+        shape = step_shape(layouts, work, costs, num_workers, rounds, speeds)
+        return partial(steps_seconds, shape=shape, rates=rates)
 
+    seconds = None if work.profiles is None else clock(costs)
     for grain in grains:
         plan = balanced_plan(costs, num_workers, num_microbatches, rounds, grain, fits, seconds)
         if plan is not None and recompute == "auto" and work.profiles is not None:
-            plan = _keeping_more(plan, layouts, work, num_workers, rounds, fits, rates)
+            plan = _keeping_more(plan, work.profiles, rounds, fits, clock)
         if plan is not None:
             return plan if vram_bytes is None else _with_residents(plan, layouts, work, vram_bytes)
     smallest = "layer" if recompute == "auto" else recompute
@@ -73,39 +79,36 @@ def choose_plan(
     return plan
 
 
-def _step_shape(
-    layouts: list[LayerLayout], work: Workload, costs: Sequence[LayerCost], num_workers: int, rounds: int
+def step_shape(
+    layouts: Sequence[LayerLayout],
+    work: Workload,
+    costs: Sequence[LayerCost],
+    num_workers: int,
+    rounds: int,
+    speeds: Sequence[float] | None = None,
 ) -> StepShape:
+    """What the simulator is told of a run whose layers take ``costs``, in seconds."""
     boundary_bytes = work.max_tokens * work.shape.hidden_size * work.shape.itemsize
-    size = work.gradient_dtype.itemsize
-    return StepShape(layouts, costs, work.max_tokens, boundary_bytes, size, num_workers, rounds, work.delayed)
+    loads = layer_loads(costs, layouts, work.gradient_dtype.itemsize)
+    return StepShape(loads, work.max_tokens, boundary_bytes, num_workers, rounds, work.delayed, speeds=speeds)
 
 
 def _keeping_more(
     plan: Plan,
-    layouts: list[LayerLayout],
-    work: Workload,
-    num_workers: int,
+    profiles: Sequence[LayerProfile],
     rounds: int,
-    fits: Callable[[Plan], bool],
-    rates: Rates,
+    fits: Fits,
+    clock: Callable[[Sequence[LayerCost]], Seconds],
 ) -> Plan:
     """``plan``, or one like it whose forward keeps what shortens a step, where link, RAM and VRAM have room."""
-    profiles = work.profiles
-    assert profiles is not None
     if plan.recompute != "layer":
         return plan
     options = {size for profile in profiles for size, _ in profile.keep_options}
-    found: dict[Plan, float] = {}
-    for size in sorted(options):
-        costs = measured_costs(profiles, size)
-        shape = _step_shape(layouts, work, costs, num_workers, rounds)
-        other = replace(plan, keep_bytes_per_token=size)
-        if fits(other):
-            seconds = partial(step_seconds, shape=shape, rates=rates)
-            known = {other: seconds(other)}
-            best = improved(other, known, fits, seconds, rounds)
-            found[best] = known[best]
+    others = [replace(plan, keep_bytes_per_token=size) for size in sorted(options)]
+    clocks = {p: clock(measured_costs(profiles, p.keep_bytes_per_token)) for p in others if fits(p)}
+    before = {other: float(seconds([other])[0]) for other, seconds in clocks.items()}
+    most = min(before.values()) * (1 + _WORTH_IMPROVING)
+    found = dict(improved(p, fits, seconds, rounds) for p, seconds in clocks.items() if before[p] <= most)
     # What is kept fills RAM and link: it must be worth something.
     least = min(found.values()) * (1 + _WORTH_KEEPING)
     return min((p for p in found if found[p] <= least), key=lambda p: p.keep_bytes_per_token)

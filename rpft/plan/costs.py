@@ -23,6 +23,44 @@ class LayerCost:
         return self.forward + self.backward
 
 
+@dataclass(frozen=True)
+class LayerLoad:
+    """What one layer asks of workers, links and optimizer: times of a microbatch, bytes of a slot."""
+
+    forward: float
+    backward: float
+    """Of recompute and backward as one, or of the backward alone where ``recompute`` is not 0."""
+    recompute: float = 0.0
+    """What of a backward slot needs no gradient and can start before it comes."""
+    weight_bytes: int = 0
+    frozen_bytes: int = 0
+    """Of them those that a worker could hold all the time."""
+    gradient_bytes: int = 0
+    num_trained: int = 0
+    lenders: tuple[int, ...] = ()
+    """The other layers whose weights it borrows, and whose update it waits for."""
+
+
+def layer_loads(
+    costs: Sequence[LayerCost], layouts: Sequence[LayerLayout] | None = None, gradient_itemsize: int = 0
+) -> list[LayerLoad]:
+    """One load a layer: costs in seconds with the bytes of ``layouts``, or compute alone where there are none."""
+    if layouts is None:
+        return [LayerLoad(cost.forward, cost.with_recompute) for cost in costs]
+    return [
+        LayerLoad(
+            cost.forward,
+            cost.with_recompute,
+            weight_bytes=layout.region_bytes,
+            frozen_bytes=layout.frozen_bytes,
+            gradient_bytes=layout.grad_elements * gradient_itemsize,
+            num_trained=layout.num_trained,
+            lenders=tuple({piece.layer for piece in layout.weight_pieces} - {layout.layer}),
+        )
+        for cost, layout in zip(costs, layouts, strict=True)
+    ]
+
+
 def measured_costs(profiles: Sequence[LayerProfile], keep_bytes_per_token: int = 0) -> list[LayerCost]:
     """One cost a layer, in seconds for one microbatch, where blocks keep so much for their backward."""
     costs = []

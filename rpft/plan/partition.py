@@ -1,49 +1,203 @@
-"""A balanced plan: forward and backward stages of about equal time, the split with the shortest makespan.
+"""The best partition: dynamic programming gives balanced stages, and playing steps through moves their cuts.
 
-Simple on purpose: it tries every bottleneck that whole numbers of blocks give, and a stage a layer, and packs
-layers greedily below it. It knows compute only, from the shapes of the weights; a planner on measured times takes
-its place.
+What is minimised is the predicted time of a step (plan/simulate.py). Which cuts are best depends on all others, by
+way of the workers' turns, so no recursion over layers is exact for it. Tables over numbers of stages, layers below
+and the last cut, O(L^3), give the partitions whose longest stage is shortest. Those of them that the simulator
+finds fast are then improved by it, until no change of one cut, and none of the likeliest changes of two, makes a
+step shorter. Small models have few partitions, and there all are played.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations, pairwise, product
 
-from rpft.plan.costs import LayerCost
+import numpy as np
+
+from rpft.plan.costs import LayerCost, layer_loads
 from rpft.plan.plan import Plan, Stage
+from rpft.plan.simulate import AT_ONCE, StepShape, steps_seconds
 
-_FORWARD_SHARES = (1.0, 0.5, 0.25)
-"""Smaller forward stages start sooner after an exact update."""
+Fits = Callable[[Plan], bool]
+Seconds = Callable[[Sequence[Plan]], np.ndarray]
+"""Time of a step under each of some plans."""
 
 _AS_GOOD_AS_EQUAL = 1e-6
 
-_STARTS = 8
+_MOST_STARTS = 32
 """Balanced plans whose cuts are moved."""
 
+_CHANGES = 5
+"""That a start should be able to go through."""
+
+_FEW_BLOCKS = 6
+"""Of a model with so few blocks all partitions are played: 5,461 at most."""
+
 _WORTH_A_MOVE = 1e-4
-_MOST_TRIALS = 3000
-_MOST_EVENTS = 1_500_000
-"""Plans looked at, and microbatches of stages in all of them: a few seconds."""
+
+_MOST_TOGETHER = 8
+"""Changes that were good alone and are tried together."""
+
+_TAPERED = 0.4
+"""Share of the backward, its end, for which stages half as long are tried too: the workers then end together."""
+
+_COUNTS = 12
+"""Numbers of forward stages, and of backward stages, that are tried in all combinations."""
+
+_PAIRED_ENDS = 4
+_MOST_PAIRED = 32
+"""Changes that were best alone and are tried in pairs where none is good alone."""
+
+_MOST_PLAYED = 330_000
+"""Slots in all plans that are tried: a second or two."""
 
 
-def makespan(slot_times: Sequence[float], num_workers: int, num_microbatches: int, rounds: int) -> float:
-    """Time until the last slot of ``rounds`` ends, slots given round-robin to workers; transfers take no time.
+@dataclass(frozen=True)
+class _Cuts:
+    """A plan by where its stages start."""
 
-    ``slot_times``: time of one microbatch of each slot of a round. Microbatch j of a slot starts when microbatch
-    j of the slot before is done and the worker is free. For equal times this is the closed form of the RoundPipe
-    schedule (arXiv 2604.27085): (floor((RS - 1) / N) M + (RS - 1) mod N + M) t for M >= N.
-    """
-    free = [0.0] * num_workers
-    done = [0.0] * num_microbatches
-    for number in range(rounds * len(slot_times)):
-        worker, time = number % num_workers, slot_times[number % len(slot_times)]
-        for m in range(num_microbatches):
-            if number % len(slot_times) == 0:
-                done[m] = 0.0  # a new round waits for no hidden state of the last one
-            free[worker] = done[m] = max(free[worker], done[m]) + time
-    return max(free)
+    forward: frozenset[int]
+    backward: frozenset[int]
+    first: int
+    """Of the fused stage."""
+
+    def changed(self, others: Iterable[_Cuts], base: _Cuts) -> _Cuts:
+        """These cuts with what each of ``others`` has other than ``base``."""
+        forward, backward, first = self.forward, self.backward, self.first
+        for other in others:
+            forward ^= other.forward ^ base.forward
+            backward ^= other.backward ^ base.backward
+            first += other.first - base.first
+        return _Cuts(forward, backward, first)
+
+    def neighbours(self, head: int) -> Iterator[_Cuts]:
+        """All that differ in one cut: moved by a layer, left out, or added."""
+        for first in (self.first - 1, self.first + 1):
+            if 0 < first <= head:
+                yield _Cuts(self.forward, self.backward, first)
+        for starts in _one_cut_apart(self.forward, self.first):
+            yield _Cuts(starts, self.backward, self.first)
+        for starts in _one_cut_apart(self.backward, self.first):
+            yield _Cuts(self.forward, starts, self.first)
+
+
+def _one_cut_apart(starts: frozenset[int], end: int) -> Iterator[frozenset[int]]:
+    for start in range(1, end):
+        yield starts ^ {start}
+        if start in starts:
+            yield from (starts ^ {start, moved} for moved in (start - 1, start + 1) if _free(moved, starts, end))
+
+
+def _free(start: int, starts: frozenset[int], end: int) -> bool:
+    return 0 < start < end and start not in starts
+
+
+def _cuts_of(plan: Plan) -> _Cuts:
+    return _Cuts(
+        frozenset(stage.first for stage in plan.forward),
+        frozenset(stage.first for stage in plan.backward[1:]),
+        plan.fused.first,
+    )
+
+
+@lru_cache(maxsize=8192)
+def _stages(starts: frozenset[int], end: int) -> tuple[Stage, ...]:
+    """The stages over the layers below ``end``, from the bottom."""
+    return tuple(Stage(a, b - 1) for a, b in pairwise([*sorted(start for start in starts if start < end), end]))
+
+
+class _Search:
+    """Looks for a plan like ``like``, in all but its stages, that fits and takes the shortest step."""
+
+    def __init__(self, like: Plan, fits: Fits, seconds: Seconds, rounds: int) -> None:
+        self.like, self.fits, self.seconds = like, fits, seconds
+        self.head = like.num_layers - 1
+        self.known: dict[_Cuts, float] = {}
+        self.fitting: dict[_Cuts, bool] = {}
+        self.left = _MOST_PLAYED // rounds
+
+    def plan(self, cuts: _Cuts) -> Plan:
+        like = self.like
+        return Plan(
+            _stages(cuts.forward, cuts.first),
+            (Stage(cuts.first, self.head), *reversed(_stages(cuts.backward, cuts.first))),
+            like.num_microbatches,
+            like.recompute,
+            like.keep_bytes_per_token,
+            like.resident,
+        )
+
+    def play(self, some: Iterable[_Cuts]) -> None:
+        """Finds out how long a step takes under those that are not known yet."""
+        new = {cuts: self.plan(cuts) for cuts in some if cuts not in self.known}
+        self.left -= sum(plan.num_slots for plan in new.values())
+        self.known.update(zip(new, self.seconds(list(new.values())).tolist(), strict=True))
+
+    def fit(self, cuts: _Cuts) -> bool:
+        if cuts not in self.fitting:
+            self.fitting[cuts] = self.fits(self.plan(cuts))
+        return self.fitting[cuts]
+
+    def fastest(self, some: Iterable[_Cuts], count: int) -> list[_Cuts]:
+        """The first ``count`` of those that fit."""
+        found: list[_Cuts] = []
+        for cuts in sorted(some, key=lambda cuts: self.known[cuts]):
+            if len(found) == count:
+                break
+            if self.fit(cuts):
+                found.append(cuts)
+        return found
+
+    def apart(self, some: Iterable[_Cuts], count: int) -> list[_Cuts]:
+        """Up to ``count`` that fit, first the best with their backward stages or number of slots."""
+        seen: Counter[object] = Counter()
+        ranked = []
+        for cuts in sorted(some, key=lambda cuts: self.known[cuts]):
+            if self.fit(cuts):
+                kinds = (cuts.backward, cuts.first), self.plan(cuts).num_slots
+                ranked.append((min(seen[kind] for kind in kinds), cuts))
+                seen.update(kinds)
+        return [cuts for _, cuts in sorted(ranked, key=lambda item: item[0])[:count]]
+
+    def descend(self, starts: Iterable[_Cuts], in_pairs: bool) -> list[_Cuts]:
+        """``starts`` with single cuts changed, or two at a time, for as long as that makes a step shorter."""
+        going, ends = list(dict.fromkeys(starts)), []
+        while going and self.left > 0:
+            tried = {cuts: list(cuts.neighbours(self.head)) for cuts in going}
+            self.play(other for others in tried.values() for other in others)
+            better, changed = {}, {}
+            for cuts, others in tried.items():
+                better[cuts] = self.fastest(self.shorter(others, cuts), _MOST_TOGETHER)
+                several: list[Sequence[_Cuts]] = [better[cuts][:n] for n in range(2, len(better[cuts]) + 1)]
+                if in_pairs and not better[cuts]:
+                    others.sort(key=lambda other: self.known[other])
+                    several += combinations(others[:_MOST_PAIRED], 2)
+                joined = [cuts.changed(some, cuts) for some in several]
+                changed[cuts] = [other for other in joined if 0 < other.first <= self.head]
+            self.play(other for others in changed.values() for other in others)
+            best = {cuts: self.fastest([*better[cuts], *self.shorter(changed[cuts], cuts)], 1) for cuts in going}
+            ends += [cuts for cuts in going if not best[cuts]]
+            going = list(dict.fromkeys(best[cuts][0] for cuts in going if best[cuts]))
+        return ends + going
+
+    def shorter(self, some: Iterable[_Cuts], cuts: _Cuts) -> list[_Cuts]:
+        """Those whose step is shorter than that of ``cuts`` by more than nothing."""
+        least = self.known[cuts] * (1 - _WORTH_A_MOVE)
+        return [other for other in some if self.known[other] < least]
+
+    def descend_from(self, starts: Iterable[_Cuts]) -> list[_Cuts]:
+        """Where the descents from ``starts`` end, changes in pairs tried where most is to be hoped for."""
+        ends = self.descend(starts, in_pairs=False)
+        return self.descend(self.fastest(ends, _PAIRED_ENDS), in_pairs=True)
+
+    def affordable(self, cuts: _Cuts) -> int:
+        """From how many starts like ``cuts`` a descent of some changes can be paid."""
+        one = len(list(cuts.neighbours(self.head))) * self.plan(cuts).num_slots
+        return max(2, min(_MOST_STARTS, self.left // (_CHANGES * one)))
 
 
 def balanced_plan(
@@ -52,147 +206,115 @@ def balanced_plan(
     num_microbatches: int,
     rounds: int,
     recompute: str,
-    fits: Callable[[Plan], bool],
-    seconds: Callable[[Plan], float] | None = None,
+    fits: Fits,
+    seconds: Seconds | None = None,
 ) -> Plan | None:
-    """The best of the balanced plans that ``fits`` accepts, or None. ``costs``: one a layer, embedding to head.
+    """The best plan that ``fits`` accepts, or None. ``costs``: one a layer, embedding to head.
 
-    ``seconds`` says how long a step takes; without it transfers and the optimizer take no time.
+    ``seconds`` says how long a step takes. Without it, where costs are estimates, only compute takes time and the
+    best of the balanced plans will do.
     """
-    blocks = [cost.with_recompute for cost in costs[1:-1]]
-    candidates: dict[Plan, float] = {}
-    bottlenecks = {0.0}  # a stage a layer
-    for count in range(1, len(blocks) + 1):
-        bottlenecks |= {max(_sums(blocks, count)), max(*_sums(blocks, count), _head(costs))}
-    for bottleneck in sorted(bottlenecks):
-        for share in (1.0,) if seconds is None else _FORWARD_SHARES:
-            plan = _pack(costs, bottleneck, num_microbatches, recompute, share)
-            if plan in candidates or not fits(plan):
-                continue
-            if seconds is None:
-                times = slot_times(plan, costs)
-                candidates[plan] = makespan(times, num_workers, num_microbatches, rounds)
-            else:
-                candidates[plan] = seconds(plan)
-    if not candidates:
+    head = len(costs) - 1
+    like = Plan((), (Stage(0, head),), num_microbatches, recompute)
+    shape = StepShape(layer_loads(costs), 0, 0, num_workers, rounds, delayed=False, slot_seconds=0.0)
+    search = _Search(like, fits, seconds or (lambda plans: steps_seconds(plans, shape, AT_ONCE)), rounds)
+    if seconds is not None and head - 1 <= _FEW_BLOCKS:
+        search.play(_all(head))
+        found = search.fastest(search.known, 1)
+    else:
+        search.play(cuts for cuts in _balanced(costs, thorough=seconds is not None) if search.fit(cuts))
+        found = search.fastest(search.known, len(search.known) if seconds is None else 1)
+        if found and seconds is not None:
+            found = search.descend_from(search.apart(search.known, search.affordable(found[0])))
+    if not found:
         return None
     # Of plans that are as good as equally fast the one with fewer slots moves fewer bytes.
-    close = min(candidates.values()) * (1 + _AS_GOOD_AS_EQUAL)
-    if seconds is None:
-        return min((plan for plan in candidates if candidates[plan] <= close), key=lambda plan: plan.num_slots)
-    for plan in sorted(candidates, key=lambda plan: candidates[plan])[:_STARTS]:
-        improved(plan, candidates, fits, seconds, rounds)
-    return min(candidates, key=lambda plan: candidates[plan])
+    least = min(search.known[cuts] for cuts in found) * (1 + _AS_GOOD_AS_EQUAL)
+    return min((search.plan(cuts) for cuts in found if search.known[cuts] <= least), key=lambda p: p.num_slots)
 
 
-def improved(
-    plan: Plan,
-    known: dict[Plan, float],
-    fits: Callable[[Plan], bool],
-    seconds: Callable[[Plan], float],
-    rounds: int,
-) -> Plan:
-    """``plan`` with its cuts moved, one at a time, for as long as that makes a step of ``rounds`` shorter.
+def improved(plan: Plan, fits: Fits, seconds: Seconds, rounds: int) -> tuple[Plan, float]:
+    """``plan``, which fits, with its cuts moved as long as that makes a step shorter; and the step's seconds."""
+    search, cuts = _Search(plan, fits, seconds, rounds), _cuts_of(plan)
+    search.play([cuts])
+    cuts = search.descend_from([cuts])[0]
+    return search.plan(cuts), search.known[cuts]
 
-    ``known`` has the seconds of plans that were looked at, ``plan`` among them, and gets those of more.
+
+class _Table:
+    """For 1, 2, ... stages and any number of layers from the bottom, the best partition."""
+
+    def __init__(self, values: np.ndarray, even: bool = False) -> None:
+        """Best is where the longest stage is shortest, or if ``even`` where the sum of squares is least."""
+        up_to = np.concatenate(([0.0], np.cumsum(values)))
+        # (where the last stage starts, where it ends)
+        stage = np.where(np.tri(len(up_to), k=-1, dtype=bool).T, up_to[None, :] - up_to[:, None], math.inf)
+        stage = stage**2 if even else stage
+        join = np.add if even else np.maximum
+        self.best, self.last_cuts = [stage[0]], [np.zeros(len(up_to), int)]
+        for _ in range(len(values) - 1):
+            joined = join(self.best[-1][:, None], stage)
+            # Of equals the first, so that shorter stages are below; sums differ in their last digits.
+            cut = np.argmax(joined <= joined.min(axis=0) * (1 + 1e-9), axis=0)
+            self.best.append(np.take_along_axis(joined, cut[None], axis=0)[0])
+            self.last_cuts.append(cut)
+
+    def starts(self, count: int, layers: int) -> frozenset[int]:
+        """Where ``count`` stages over ``layers`` layers start."""
+        found = []
+        for cuts in reversed(self.last_cuts[:count]):
+            layers = int(cuts[layers])
+            found.append(layers)
+        return frozenset(found)
+
+    def fewest(self, layers: int, limit: float) -> int:
+        """How many stages over ``layers`` layers it takes for none to be above ``limit``; at most one a layer."""
+        return next((i + 1 for i in range(layers) if self.best[i][layers] <= limit), layers)
+
+    def counts(self, layers: int, most: int) -> list[int]:
+        """About ``most`` of the numbers of stages over ``layers`` layers that make the longest one shorter."""
+        useful = [1]
+        for count in range(2, layers + 1):
+            if self.best[count - 1][layers] < self.best[useful[-1] - 1][layers] * (1 - 1e-9):
+                useful.append(count)
+        step = max(1, len(useful) // most)
+        return sorted({*useful[::step], useful[-1], layers})
+
+
+def _balanced(costs: Sequence[LayerCost], thorough: bool) -> Iterator[_Cuts]:
+    """Partitions whose longest stage is shortest, for many numbers of backward stages.
+
+    Forward stages are as long as backward ones, or if ``thorough`` also of many other numbers; then there are
+    backward stages that are even, and some that are shorter at the end, too.
     """
-    most = min(_MOST_TRIALS, _MOST_EVENTS // (2 * plan.num_layers * plan.num_microbatches * rounds))
-    while len(known) < most:
-        tried = list(_neighbours(plan))
-        for other in tried:
-            if other not in known:
-                known[other] = seconds(other) if fits(other) else math.inf
-        best = min(tried, key=lambda other: known[other])
-        if known[best] >= known[plan] * (1 - _WORTH_A_MOVE):
-            break
-        plan = best
-    return plan
-
-
-def _neighbours(plan: Plan) -> Iterator[Plan]:
-    """Plans that differ from ``plan`` in one cut: moved by a layer, left out, or added."""
-    head, first = plan.num_layers - 1, plan.fused.first
-    forward = [stage.first for stage in plan.forward]
-    backward = [stage.first for stage in reversed(plan.backward[1:])]
-
-    def build(forward: Sequence[int], backward: Sequence[int], first: int) -> Plan:
-        def stages(starts: Sequence[int]) -> list[Stage]:
-            kept = sorted(start for start in starts if start < first)
-            return [Stage(a, b - 1) for a, b in pairwise([*kept, first])]
-
-        fused = Stage(first, head)
-        parts = tuple(stages(forward)), (fused, *reversed(stages(backward)))
-        return Plan(*parts, plan.num_microbatches, plan.recompute, plan.keep_bytes_per_token)
-
-    for fused_first in (first - 1, first + 1):
-        if 0 < fused_first <= head:
-            yield build(forward, backward, fused_first)
-    for starts, rebuild in (
-        (forward, lambda cuts: build(cuts, backward, first)),
-        (backward, lambda cuts: build(forward, cuts, first)),
-    ):
-        for start in starts[1:]:
-            others = set(starts) - {start}
-            yield rebuild(sorted(others))
-            for moved in (start - 1, start + 1):
-                if 0 < moved < first and moved not in others:
-                    yield rebuild(sorted(others | {moved}))
-        for start in range(1, first):
-            if start not in starts:
-                yield rebuild(sorted({*starts, start}))
-
-
-def slot_times(plan: Plan, costs: Sequence[LayerCost]) -> list[float]:
-    """Time of one microbatch of each slot of a round, in the unit of ``costs``."""
-    forward = [sum(costs[i].forward for i in stage.layers) for stage in plan.forward]
-    backward = [sum(costs[i].with_recompute for i in stage.layers) for stage in plan.backward]
-    return forward + backward
-
-
-def _sums(values: Sequence[float], count: int) -> list[float]:
-    return [sum(values[i : i + count]) for i in range(0, len(values), count)]
-
-
-def _head(costs: Sequence[LayerCost]) -> float:
-    return costs[-1].with_recompute
-
-
-def _pack(
-    costs: Sequence[LayerCost], bottleneck: float, num_microbatches: int, recompute: str, forward_share: float
-) -> Plan:
-    """Stages of consecutive layers, each at most ``bottleneck`` unless a single layer is more.
-
-    ``forward_share``: of the bottleneck, what forward stages may take.
-    """
-    limit = bottleneck * (1 + 1e-9)
     head = len(costs) - 1
-    first = head
-    total = costs[head].with_recompute
-    # The embedding is left to the forward stages: fused, it would make the model one stage.
-    while first > 1 and total + costs[first - 1].with_recompute <= limit:
-        first -= 1
-        total += costs[first].with_recompute
-    backward = [Stage(first, head)]
-    top = first - 1
-    while top >= 0:
-        low, total = top, costs[top].with_recompute
-        while low > 0 and total + costs[low - 1].with_recompute <= limit:
-            low -= 1
-            total += costs[low].with_recompute
-        backward.append(Stage(low, top))
-        top = low - 1
-    # Recompute by stage keeps the inputs of backward stages: forward stages that start there add no hidden state.
-    starts = [stage.first for stage in reversed(backward[1:])] if recompute == "stage" else range(first)
-    forward: list[Stage] = []
-    for low, end in pairwise([*starts, first]):
-        piece = sum(cost.forward for cost in costs[low:end])
-        if forward and total + piece <= limit * forward_share:
-            forward[-1] = Stage(forward[-1].first, end - 1)
-            total += piece
-        else:
-            forward.append(Stage(low, end - 1))
-            total = piece
-    return Plan(tuple(forward), tuple(backward), num_microbatches, recompute)
+    ahead = np.array([cost.forward for cost in costs[:head]])
+    forward, even_forward = _Table(ahead), _Table(ahead, even=True)
+    values = np.array([cost.with_recompute for cost in costs[:head]])
+    low = np.cumsum(values) <= _TAPERED * values.sum()
+    for scaled in (values, values * (1 + low)) if thorough else (values,):
+        table = _Table(scaled)
+        kinds = (table, _Table(scaled, even=True)) if thorough else (table,)
+        for count in table.counts(head, _COUNTS):
+            limit = float(table.best[count - 1][head]) * (1 + 1e-9)
+            first, fused = head, costs[head].with_recompute
+            # The embedding is left to the forward stages: fused, it would make the model one stage.
+            while first > 1 and fused + costs[first - 1].with_recompute <= limit:
+                first -= 1
+                fused += costs[first].with_recompute
+            for top in {first, head}:
+                number = table.fewest(top, limit)
+                forward_counts = forward.counts(top, _COUNTS) if thorough else [forward.fewest(top, limit)]
+                for starts in {kind.starts(number, top) for kind in kinds}:
+                    yield from (_Cuts(even_forward.starts(n, top), starts, top) for n in forward_counts)
+
+
+def _all(head: int) -> Iterator[_Cuts]:
+    """Every partition of a model whose head is layer ``head``."""
+    for first in range(1, head + 1):
+        inner = range(1, first)
+        starts = [frozenset({0, *some}) for count in range(first) for some in combinations(inner, count)]
+        yield from (_Cuts(forward, backward, first) for forward, backward in product(starts, repeat=2))
 
 
 def choose_num_microbatches(accumulation: int, most: int = 16) -> int:

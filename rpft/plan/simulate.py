@@ -1,7 +1,7 @@
-"""How long a step takes under a plan: the schedule with its transfers and its optimizer, played through in order.
+"""How long a step takes under a plan: slots with their transfers and the optimizer, played through in order.
 
-A slot meets nothing but earlier slots of the round-robin order and earlier updates, so that one pass over the
-slots, in the order in which the controller dispatches them, gives every time.
+A slot meets nothing but earlier slots of the order of dispatch and earlier updates, so that one pass over the
+slots gives every time. Times are arrays: a search plays hundreds of plans side by side, slot by slot.
 """
 
 from __future__ import annotations
@@ -9,12 +9,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rpft.model.layout import LayerLayout
-from rpft.plan.costs import LayerCost
-from rpft.plan.plan import Plan, Stage
+import numpy as np
 
-_STEPS = 4
-"""Steps played; the last one is past what starting up changes."""
+from rpft.plan.costs import LayerLoad
+from rpft.plan.plan import Plan
+from rpft.plan.pool import Pool, SlotWork
+
+_UPDATE_BYTES = 26
+"""Of memory traffic for a parameter's update."""
+
+_SLOT_SECONDS = 3e-4
+"""What it takes to begin and end a slot."""
+
+_STEPS_WARM = 1
+_TURNS_WARM = 3
+"""Steps, and turns of all workers, after which what starting up changes is over where updates are late."""
+
+_TURNS_TIMED = 8
+
+_FEW_AT_ONCE, _MOST_AT_ONCE = 64, 1024
+"""Plans played side by side: a few take no longer than one, and of so many the times stay in the cache."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +42,10 @@ class Rates:
     """Parameters that the optimizer updates."""
     publish: float
     """Parameters whose working weights a delayed update writes."""
+    workers_per_switch: int = 1
+    """Workers whose links meet in one switch."""
+    switch_share: float = 0.0
+    """A link's bytes a second over those of its switch; 0 where the switch carries all its links at once."""
 
     @property
     def memory(self) -> float:
@@ -38,154 +56,230 @@ class Rates:
         return 1.4 * _UPDATE_BYTES * self.update
 
 
-_UPDATE_BYTES = 26
-"""Of memory traffic for a parameter's update."""
-
-_SLOT_SECONDS = 3e-4
-"""What it takes to begin and end a slot."""
-
 ASSUMED_RATES = Rates(up=25e9, down=25e9, update=2e9, publish=8e9)
 """PCIe 4 x16 and a desktop's memory, where nothing was measured."""
+
+AT_ONCE = Rates(np.inf, np.inf, np.inf, np.inf)
+"""Where only compute takes time."""
 
 
 @dataclass(frozen=True)
 class StepShape:
     """What of a run decides how its steps go, beside the plan."""
 
-    layouts: Sequence[LayerLayout]
-    costs: Sequence[LayerCost]
-    """In seconds for one microbatch."""
+    loads: Sequence[LayerLoad]
     tokens: int
     """Of a microbatch."""
     boundary_bytes: int
-    gradient_bytes: int
-    """Of one element of a host gradient."""
     num_workers: int
     rounds: int
     delayed: bool
-
-
-class _Worker:
-    def __init__(self) -> None:
-        self.compute = self.weights_up = self.inputs_up = self.outputs_down = self.gradients_down = 0.0
-        self.ends = [0.0, 0.0]
-        """When the last two slots let go of their weight buffers."""
+    hop: float = 0.0
+    """From the end of a microbatch in one slot to its start in the next, beside what the links take."""
+    slot_seconds: float = _SLOT_SECONDS
+    speeds: Sequence[float] | None = None
+    """Of each worker, where they differ: how many times as fast as the loads say."""
 
 
 class _Run:
-    """Times of everything that later slots may wait for."""
+    """Steps of several plans, side by side: a column for each. They agree in all but their stages."""
 
-    def __init__(self, plan: Plan, shape: StepShape, rates: Rates) -> None:
-        self.plan, self.shape, self.rates = plan, shape, rates
-        self.workers = [_Worker() for _ in range(shape.num_workers)]
-        self.slots = 0
-        self.written = [0.0] * len(shape.layouts)
-        self.last_upload = [0.0] * len(shape.layouts)
-        self.landed = [0.0] * len(shape.layouts)
-        self.optimizer = 0.0
-        self.beside = self._copied_beside_update()
-        self.pending: list[float] | None = None
-        """A delayed update: when each layer's masters are ready."""
+    def __init__(self, plans: Sequence[Plan], shape: StepShape, rates: Rates) -> None:
+        self.shape, self.rates = shape, rates
+        self.num_microbatches = plans[0].num_microbatches
+        self.num_slots = np.array([plan.num_slots for plan in plans])
+        self.per_step = self.num_slots * shape.rounds
+        resident = set(plans[0].resident)
+        self.uploaded_bytes = np.array(
+            [load.weight_bytes - load.frozen_bytes * (i in resident) for i, load in enumerate(shape.loads)]
+        )
+        self.sent = _up_to(self.uploaded_bytes / rates.up)
+        self.update_sizes = np.array([load.num_trained for load in shape.loads], float)
+        self._read_stages(plans)
+        self._price(plans)
+        self.optimizer = np.zeros(len(plans))
+        self.pending = np.full(len(plans), -np.inf)
+        """When the masters of an update are ready that has yet to be written into the working weights."""
 
-    def step(self) -> float:
-        """Plays one step and its update; when its last gradient lands."""
-        self.last_upload = [0.0] * len(self.shape.layouts)
-        for _ in range(self.shape.rounds):
-            self._round()
-        end = max(self.landed)
-        self._update(end)
-        return end
+    def _read_stages(self, plans: Sequence[Plan]) -> None:
+        size = (self.num_slots.max(), len(plans))
+        self.first, self.last = np.zeros(size, int), np.full(size, -1)
+        self.backward, self.fused = np.zeros(size, bool), np.zeros(size, bool)
+        slots = np.arange(size[0])
+        forward_slots, backward_slots = [], []
+        self.num_forward = np.array([len(plan.forward) for plan in plans])
+        for column, plan in enumerate(plans):
+            stages, number = np.array(plan.forward + plan.backward), len(plan.forward)
+            self.first[: len(stages), column], self.last[: len(stages), column] = stages.T
+            self.backward[number : len(stages), column] = True
+            self.fused[number, column] = True
+            forward_slots.append(slots[: number + 1])
+            backward_slots.append(slots[number : len(stages)][::-1])
+        # Both partitions, each with the fused stage, cover all layers in ascending order.
+        self.covers = [self._cover(forward_slots), self._cover(backward_slots)]
 
-    def _round(self) -> None:
-        plan, costs = self.plan, self.shape.costs
-        ready = [0.0] * plan.num_microbatches
-        for stage in plan.forward:
-            ready = self._slot(stage, sum(costs[i].forward for i in stage.layers), ready, backward=False)
-        for stage in plan.backward:
-            ready = self._slot(stage, sum(costs[i].with_recompute for i in stage.layers), ready, backward=True)
+    def _cover(self, slots: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """(slot, column) of each stage of one partition of each plan, in order of column and layer."""
+        columns = np.repeat(np.arange(len(slots)), [len(some) for some in slots])
+        return np.concatenate(slots), columns
 
-    def _uploaded_bytes(self, layer: int) -> int:
-        layout = self.shape.layouts[layer]
-        return layout.region_bytes - (layout.frozen_bytes if layer in self.plan.resident else 0)
+    def _price(self, plans: Sequence[Plan]) -> None:
+        plan, shape, rates = plans[0], self.shape, self.rates
+        loads, last, first = shape.loads, self.last, self.first
 
-    def _copied_beside_update(self) -> list[float]:
-        """For each layer, what the next forward copies to and from the host while an exact update goes on."""
-        copied = [0.0] * len(self.shape.layouts)
-        for stage in self.plan.forward:
-            carried = self._carried_bytes(stage) * self.plan.num_microbatches
-            for layer in stage.layers:
-                copied[layer] = carried / len(stage.layers) + self._uploaded_bytes(layer)
-        return copied
+        def over(values: Sequence[float]) -> np.ndarray:
+            up_to = _up_to(values)
+            return up_to[last + 1] - up_to[first]
 
-    def _carried_bytes(self, stage: Stage) -> int:
-        """For one microbatch: a hidden state a stage, or by layer one for each, with what its block keeps."""
-        if self.plan.recompute == "stage" or stage is self.plan.fused:
-            return self.shape.boundary_bytes
-        kept = self.plan.keep_bytes_per_token * self.shape.tokens
-        return len(stage.layers) * (self.shape.boundary_bytes + kept)
+        # By layer every input of a block is kept, and what its forward keeps; by stage the stage's input alone.
+        each = shape.boundary_bytes + plan.keep_bytes_per_token * shape.tokens
+        layers = last - first + 1.0 if plan.recompute == "layer" else 1.0
+        self.carried = np.where(self.fused, 0.0, layers * each)
+        early = over([load.recompute for load in loads]) * self.backward
+        backward = over([load.backward for load in loads]) + early * self.fused
+        input_up = shape.boundary_bytes / rates.up
+        work = SlotWork(
+            compute=np.where(self.backward, backward, over([load.forward for load in loads])),
+            recompute=early * ~self.fused,
+            upload=self.sent[last + 1] - self.sent[first],
+            written=np.zeros(first.shape),
+            gradients_down=over([load.gradient_bytes for load in loads]) / rates.down * self.backward,
+            kept_up=np.where(self.backward & ~self.fused, self.carried / rates.up + input_up, 0.0),
+            kept_down=np.where(self.backward, 0.0, self.carried / rates.down),
+            backward=self.backward,
+        )
+        self.work = np.stack([np.asarray(part, float) for part in work])
+        """(field of SlotWork, slot of a round, column)."""
 
-    def _slot(self, stage: Stage, seconds: float, ready: list[float], backward: bool) -> list[float]:
-        """One slot; when each microbatch's output is delivered to the host."""
-        shape, rates = self.shape, self.rates
-        worker = self.workers[self.slots % len(self.workers)]
-        self.slots += 1
-        up = max(worker.weights_up, worker.ends[0])
-        for layer in stage.layers:
-            sources = [piece.layer for piece in shape.layouts[layer].weight_pieces]
-            up = max([up, *(self.written[source] for source in sources)])
-            up += self._uploaded_bytes(layer) / rates.up
-            for source in sources:
-                self.last_upload[source] = max(self.last_upload[source], up)
-        worker.weights_up = up
-        delivered = []
-        # A hidden state a layer is carried while the neighbouring layers compute: what is slower sets the pace.
-        carried = self._carried_bytes(stage)
-        going_up, going_down = (carried / rates.up, 0.0) if backward else (0.0, carried / rates.down)
-        for moment in ready:
-            worker.inputs_up = max(worker.inputs_up, moment) + shape.boundary_bytes / rates.up
-            start = max(worker.compute, up, worker.inputs_up)
-            worker.inputs_up = max(worker.inputs_up, start + going_up)
-            worker.compute = max(start + seconds, worker.inputs_up)
-            worker.outputs_down = max(worker.outputs_down + going_down, worker.compute)
-            worker.outputs_down += shape.boundary_bytes / rates.down
-            delivered.append(worker.outputs_down)
-        worker.compute += _SLOT_SECONDS
-        worker.ends = [worker.ends[1], worker.compute]
-        if backward:
-            worker.compute = max(worker.compute, worker.gradients_down)  # rounding waits for the buffer
-            down = worker.compute
-            for layer in reversed(stage.layers):
-                down += shape.layouts[layer].grad_elements * shape.gradient_bytes / rates.down
-                self.landed[layer] = down
-            worker.gradients_down = down
-        return delivered
-
-    def _update(self, end: float) -> None:
-        """The optimizer's work after a step: in place, or one step late."""
-        moment = max(self.optimizer, end)
-        sizes = [layout.num_trained for layout in self.shape.layouts]
+    def step_seconds(self) -> np.ndarray:
+        """Seconds a step in the long run."""
+        count, num_workers = len(self.num_slots), self.shape.num_workers
         if not self.shape.delayed:
-            for layer, size in enumerate(sizes):
-                moment = max(moment, self.last_upload[layer]) + size / self.rates.update
-                moment += self.beside[layer] / self.rates.memory
-                self.written[layer] = moment
-            self.optimizer = moment
-            return
-        if self.pending is not None:  # what the last step's update left to be written, now that nobody reads
-            publish = max(self.pending)
-            for layer in reversed(range(len(sizes))):
-                publish = max(publish, self.last_upload[layer]) + sizes[layer] / self.rates.publish
-                self.written[layer] = publish
-            moment = max(moment, publish)
-        self.pending = []
-        for size in sizes:
-            moment += size / self.rates.update
-            self.pending.append(moment)
-        self.optimizer = moment
+            # An exact update waits for the whole step, so that every step starts as if nothing had been before it.
+            self._update(np.ones(count, bool), np.zeros(count), np.zeros(self.first.shape))
+            return self.play(1)[0]
+        # After so many steps the same workers have the same slots again; a few turns of all workers will do too.
+        again = num_workers // np.gcd(num_workers, self.per_step)
+        steps = np.minimum(again, np.ceil(_TURNS_TIMED * num_workers / self.per_step).astype(int))
+        begun = _STEPS_WARM + np.ceil(_TURNS_WARM * num_workers / self.per_step).astype(int)
+        columns = np.arange(count)
+        times = self.play(int((begun + steps).max()))
+        return (times[begun + steps - 1, columns] - times[begun - 1, columns]) / steps
+
+    def play(self, steps: int) -> np.ndarray:
+        """When each of the first ``steps`` steps is over, (steps, columns).
+
+        For exact updates that is when its last gradient lands; for late ones, where steps overlap, the mean of the
+        times to which the workers have work then.
+        """
+        shape, rates, count = self.shape, self.rates, len(self.num_slots)
+        pool = Pool(
+            shape.num_workers,
+            count,
+            input_up=shape.boundary_bytes / rates.up,
+            output_down=shape.boundary_bytes / rates.down,
+            slot_seconds=shape.slot_seconds,
+            workers_per_switch=rates.workers_per_switch,
+            switch_share=rates.switch_share,
+        )
+        columns = np.arange(count)
+        alike = bool(np.all(self.num_slots == self.num_slots[0]))
+        step_ends = set((self.per_step[:, None] * np.arange(1, steps + 1)).ravel().tolist())
+        times, latest = np.zeros((steps, count)), np.zeros(count)
+        uploads = np.zeros(self.first.shape)
+        delivered = np.zeros((self.num_microbatches, count))
+        for number in range(steps * int(self.per_step.max())):
+            slot = number % self.num_slots
+            work = SlotWork(*(self.work[:, slot[0]] if alike else self.work[:, slot, columns]))
+            worker = number % shape.num_workers
+            if shape.speeds is not None:
+                speed = shape.speeds[worker]
+                work = work._replace(compute=work.compute / speed, recompute=work.recompute / speed)
+            arrivals = np.where(slot == 0, 0.0, delivered + shape.hop)  # a new round waits for no hidden state
+            played = pool.slot(worker, arrivals, work)
+            delivered = played.delivered
+            latest = np.maximum(latest, np.where(work.backward, played.landed, 0.0))
+            uploads[slot, columns] = played.uploaded
+            if number + 1 in step_ends:
+                step, over = np.divmod(number + 1, self.per_step)
+                done = (over == 0) & (step <= steps)
+                moments = pool.compute.mean(axis=0) if shape.delayed else latest
+                times[step[done] - 1, columns[done]] = moments[done]
+                self._update(done, latest, uploads)
+        return times
+
+    def _update(self, done: np.ndarray, end: np.ndarray, uploads: np.ndarray) -> None:
+        """The optimizer's work after a step, in place or one step late, of the plans that ``done`` marks.
+
+        ``uploads``: when each slot of the step had its weights, (slot, column).
+        """
+        rates, sizes = self.rates, self.update_sizes[:, None]
+        moment = np.maximum(self.optimizer, end)
+        if not self.shape.delayed:
+            written = moment + np.cumsum(sizes / rates.update + self._beside() / rates.memory, axis=0)
+            self.optimizer = np.where(done, written[-1], self.optimizer)
+        else:
+            # What the last step's update left is written from the top, a layer behind its last upload.
+            seconds = np.cumsum((sizes / rates.publish)[::-1], axis=0)
+            began = self._last_uploads(uploads)[::-1] - seconds + (sizes / rates.publish)[::-1]
+            np.maximum(began[0], self.pending, out=began[0])
+            written = (np.maximum.accumulate(began, axis=0) + seconds)[::-1]
+            late = np.isfinite(self.pending)
+            moment = np.where(late, np.maximum(moment, written[0]), moment) + np.sum(sizes) / rates.update
+            self.optimizer = self.pending = np.where(done, moment, self.pending)
+            done = done & late
+        self._set_written(done, written)
+
+    def _beside(self) -> np.ndarray:
+        """For each layer, (layer, column), what the next forward copies from and to the host beside its update."""
+        slots, columns = self.covers[0]
+        stages = self.last[slots, columns] - self.first[slots, columns] + 1
+        carried = self.carried[slots, columns] * self.num_microbatches / stages
+        copied = np.repeat(carried, stages).reshape(len(self.num_slots), -1).T
+        below = np.arange(len(self.sent) - 1)[:, None] < np.max(np.where(self.fused, self.first, 0), axis=0)
+        return copied + np.where(below, self.uploaded_bytes[:, None], 0.0)
+
+    def _last_uploads(self, uploads: np.ndarray) -> np.ndarray:
+        """When each layer was uploaded for its backward, (layer, column)."""
+        slots, columns = self.covers[1]
+        first, last = self.first[slots, columns], self.last[slots, columns]
+        done = np.repeat(uploads[slots, columns] - self.sent[last + 1], last - first + 1)
+        return done.reshape(len(self.num_slots), -1).T + self.sent[1:, None]
+
+    def _set_written(self, done: np.ndarray, written: np.ndarray) -> None:
+        """From when the working weights of each layer are new, to when each slot may have them at the earliest."""
+        written = written.copy()
+        for layer, load in enumerate(self.shape.loads):
+            for lender in load.lenders:
+                np.maximum(written[layer], written[lender], out=written[layer])
+        since = np.ascontiguousarray((written - self.sent[:-1, None]).T).ravel()
+        field = self.work[SlotWork._fields.index("written")]
+        for slots, columns in self.covers:
+            starts = self.first[slots, columns] + columns * len(written)
+            latest = np.maximum.reduceat(since, starts) + self.sent[self.last[slots, columns] + 1]
+            chosen = done[columns]
+            field[slots[chosen], columns[chosen]] = latest[chosen]
+
+
+def steps_seconds(plans: Sequence[Plan], shape: StepShape, rates: Rates) -> np.ndarray:
+    """Seconds a step in the long run under each of ``plans``, which differ in their stages only."""
+    result = np.empty(len(plans))
+    order = sorted(range(len(plans)), key=lambda i: plans[i].num_slots)
+    start = 0
+    while start < len(order):
+        most = 1.25 * plans[order[start]].num_slots  # plans with fewer slots idle beside those with more
+        group = order[start : start + _FEW_AT_ONCE]
+        group += [i for i in order[start + _FEW_AT_ONCE : start + _MOST_AT_ONCE] if plans[i].num_slots <= most]
+        result[group] = _Run([plans[i] for i in group], shape, rates).step_seconds()
+        start += len(group)
+    return result
 
 
 def step_seconds(plan: Plan, shape: StepShape, rates: Rates) -> float:
     """Seconds a step in the long run."""
-    run = _Run(plan, shape, rates)
-    ends = [run.step() for _ in range(_STEPS)]
-    return (ends[-1] - ends[1]) / (len(ends) - 2)
+    return float(steps_seconds([plan], shape, rates)[0])
+
+
+def _up_to(values: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Sums of the first 0, 1, 2, ... of ``values``."""
+    return np.concatenate(([0.0], np.cumsum(values)))

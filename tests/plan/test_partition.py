@@ -1,13 +1,19 @@
-"""The balanced plan, and the makespan that it is chosen by."""
+"""Partitions: the balanced plan, the best plan, and the makespan that the first is chosen by."""
 
 import math
 import random
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
+from support.steps import makespan, random_step, slot_times
 
-from rpft.plan.costs import LayerCost
-from rpft.plan.partition import balanced_plan, choose_num_microbatches, makespan, slot_times
+from rpft.plan.cases import read_cases
+from rpft.plan.costs import LayerCost, LayerLoad
+from rpft.plan.partition import balanced_plan, choose_num_microbatches, improved
 from rpft.plan.plan import Plan, Stage
+from rpft.plan.simulate import AT_ONCE, Rates, StepShape, step_seconds, steps_seconds
 
 # (workers, slots a round, rounds, microbatches) -> makespan, for slots of time 1: values of the closed form in the
 # RoundPipe paper (arXiv 2604.27085). It needs M >= N; where M is less the value is an independent event model's.
@@ -136,3 +142,111 @@ def test_there_is_no_plan_where_none_fits():
 def test_m_is_the_largest_divisor_up_to_sixteen(accumulation, m):
     assert choose_num_microbatches(accumulation) == m
     assert math.gcd(accumulation, m) == m
+
+
+def test_a_step_of_compute_alone_takes_the_makespan_and_counts_the_recompute_in_backward_stages_only():
+    plan = Plan((Stage(0, 1),), (Stage(2, 3), Stage(0, 1)), 1, "stage")
+    costs = [LayerCost(1.0, 2.0), LayerCost(10.0, 20.0), LayerCost(100.0, 200.0), LayerCost(1000.0, 2000.0)]
+    loads = [LayerLoad(cost.forward, cost.with_recompute) for cost in costs]
+    shape = StepShape(loads, 0, 0, 1, 1, False, slot_seconds=0.0)
+    assert step_seconds(plan, shape, AT_ONCE) == sum(slot_times(plan, costs)) == 3344.0
+
+
+def partitions(layers):
+    if layers == 0:
+        return [()]
+    return [(*some, Stage(cut, layers - 1)) for cut in range(layers) for some in partitions(cut)]
+
+
+def every_plan(num_layers, m, recompute):
+    head = num_layers - 1
+    for first in range(1, head + 1):
+        below = partitions(first)
+        yield from (
+            Plan(up, (Stage(first, head), *reversed(down)), m, recompute) for up in below for down in below
+        )
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 5, 6])
+def test_the_plan_of_a_model_of_up_to_eight_layers_is_the_best_there_is(blocks):
+    for seed in range(6 if blocks < 6 else 2):
+        rng = random.Random(seed)
+        costs, shape, rates, m = random_step(rng, blocks)
+        seconds = partial(steps_seconds, shape=shape, rates=rates)
+        recompute = rng.choice(["stage", "layer"])
+        least = seconds(list(every_plan(blocks + 2, m, recompute))).min()
+        plan = balanced_plan(costs, shape.num_workers, m, shape.rounds, recompute, lambda plan: True, seconds)
+        assert plan is not None
+        assert step_seconds(plan, shape, rates) == pytest.approx(least)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", [6, 7])
+def test_the_search_for_larger_models_finds_the_best_plan_too(blocks, monkeypatch):
+    monkeypatch.setattr("rpft.plan.partition._FEW_BLOCKS", 0)
+    for seed in range(20):
+        rng = random.Random(seed)
+        costs, shape, rates, m = random_step(rng, blocks)
+        seconds = partial(steps_seconds, shape=shape, rates=rates)
+        least = seconds(list(every_plan(blocks + 2, m, "stage"))).min()
+        plan = balanced_plan(costs, shape.num_workers, m, shape.rounds, "stage", lambda plan: True, seconds)
+        assert plan is not None
+        assert step_seconds(plan, shape, rates) == pytest.approx(least, rel=2e-4), seed
+
+
+CASES = read_cases(Path(__file__).with_name("published.json"))
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_plans_are_as_good_as_the_published_splits(name, delayed):
+    case = CASES[name]
+    shape = case.shape(delayed)
+    costs = [LayerCost(load.forward, load.backward + load.recompute - load.forward) for load in shape.loads]
+    seconds = partial(steps_seconds, shape=shape, rates=AT_ONCE)
+    limits = max(case.forward), max(1, *case.backward)
+
+    def fits(plan):  # stages of no more decoder layers than the published ones have, which had to fit a card
+        return all(
+            sum(0 < layer <= case.layers for layer in stage.layers) <= limit
+            for stages, limit in zip((plan.forward, plan.backward), limits, strict=True)
+            for stage in stages
+        )
+
+    plan = balanced_plan(costs, 8, case.round, shape.rounds, "stage", fits, seconds)
+    assert plan is not None
+    plan.check(case.layers + 2)
+    assert fits(plan)
+    assert step_seconds(plan, shape, AT_ONCE) <= step_seconds(case.plan, shape, AT_ONCE) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("rounds", [1, 4])
+def test_a_plan_of_128_blocks_takes_no_more_playing_than_agreed(rounds):
+    block = LayerLoad(0.02, 0.06, 0.0, 10**9, 0, 10**9, 5 * 10**8)
+    loads = [LayerLoad(0.001, 0.002), *[block] * 128, LayerLoad(0.05, 0.15)]
+    costs = [LayerCost(load.forward, load.backward - load.forward) for load in loads]
+    shape = StepShape(loads, 8192, 10**8, 4, rounds, False)
+    played = 0
+
+    def seconds(plans):
+        nonlocal played
+        played += sum(plan.num_slots for plan in plans) * rounds
+        return steps_seconds(plans, shape, Rates(25e9, 25e9, 4e9, 12e9))
+
+    plan = balanced_plan(costs, 4, 8, rounds, "layer", lambda plan: len(plan.fused.layers) <= 4, seconds)
+    assert plan is not None
+    plan.check(130)
+    assert played < 600_000  # 1.5 s of one core at most
+
+
+def test_a_plan_is_improved_within_what_fits():
+    costs = uniform(12, head=5.0)
+    loads = [LayerLoad(cost.forward, cost.with_recompute) for cost in costs]
+    shape = StepShape(loads, 0, 0, 3, 1, False, slot_seconds=0.0)
+    seconds = partial(steps_seconds, shape=shape, rates=AT_ONCE)
+    start = Plan((Stage(0, 12),), (Stage(13, 13), Stage(0, 12)), 4, "layer", 8, (3,))
+    plan, took = improved(start, lambda plan: plan.num_slots <= 9, seconds, 1)
+    plan.check(14)
+    assert replace(plan, forward=start.forward, backward=start.backward) == start
+    assert plan.num_slots <= 9
+    assert took == step_seconds(plan, shape, AT_ONCE) < 0.8 * step_seconds(start, shape, AT_ONCE)

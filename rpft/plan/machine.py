@@ -1,0 +1,190 @@
+"""Machines that one need not have: descriptions, and what their datasheets let expect of a model's layers.
+
+A description is a YAML file; some are shipped, a person can write others. From it come the rates of links and
+optimizer and a profile for each layer, in the place of measurements, so that `choose_plan` works as it does for
+the machine at hand.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import PositiveFloat, PositiveInt, ValidationError
+
+from rpft.errors import UserError
+from rpft.model.head import HEAD_CHUNK_TOKENS
+from rpft.model.layout import LayerLayout
+from rpft.model.skeleton import Skeleton
+from rpft.plan.bill import HEAD_CHUNK_BYTES_PER_LOGIT, Workload, estimated_block_bytes
+from rpft.plan.costs import layer_costs
+from rpft.plan.profile import LayerProfile
+from rpft.plan.simulate import Rates
+from rpft.recipe.section import Section, listed
+
+ACHIEVED = 0.65
+"""Share of a datasheet's products that layers reach: 0.65 to 0.69 on an H200, compiled, 8 x 4,096 tokens."""
+
+_UPDATE_BYTES = 26
+_UPDATE_SHARE = 0.75
+"""Of the host's memory bandwidth, what the optimizer's pass over 26 bytes a parameter reaches."""
+
+_UPDATES_OF_A_CORE = 5e8
+_PUBLISHED = 3
+"""How many working weights are written in the time of an update."""
+
+_KEPT_BY_CUDA = 0.06
+"""Of a card's memory: context, libraries, what the allocator cannot use."""
+
+_ATTENTION_BACKWARD = 2.5
+"""Products of attention's backward over those of its forward: five for two."""
+
+
+class Gpus(Section):
+    """Cards of one kind."""
+
+    name: str
+    count: PositiveInt
+    tflops: PositiveFloat
+    """Of dense products in the precision of the run, by the datasheet."""
+    memory_gib: PositiveFloat
+    link_gbps: PositiveFloat
+    """To host memory, each way, as copies of page-locked memory reach it."""
+
+
+class SharedLink(Section):
+    """A switch or socket through which the links of several cards go."""
+
+    gpus: PositiveInt
+    """Cards that share it: the first so many, the next so many."""
+    gbps: PositiveFloat
+    """Each way."""
+
+
+class Host(Section):
+    ram_gib: PositiveFloat
+    memory_gbps: PositiveFloat
+    """Of reads and writes together, as a program reaches it."""
+    cores: PositiveInt
+
+
+class Machine(Section):
+    """A machine as its file describes it."""
+
+    gpus: tuple[Gpus, ...] = listed(min_length=1)
+    shared_link: SharedLink | None = None
+    host: Host
+
+    @property
+    def num_workers(self) -> int:
+        return sum(kind.count for kind in self.gpus)
+
+    @property
+    def speeds(self) -> list[float] | None:
+        """Of each worker, over the first's; None where all are alike."""
+        speeds = [kind.tflops / self.gpus[0].tflops for kind in self.gpus for _ in range(kind.count)]
+        return None if len(set(speeds)) == 1 else speeds
+
+    @property
+    def vram_bytes(self) -> int:
+        """What a run may take on the smallest card."""
+        return int(min(kind.memory_gib for kind in self.gpus) * 2**30 * (1 - _KEPT_BY_CUDA))
+
+    @property
+    def ram_bytes(self) -> int:
+        return int(self.host.ram_gib * 2**30)
+
+    @property
+    def rates(self) -> Rates:
+        """Of links and optimizer; where cards differ every link is as slow as the slowest."""
+        link = min(kind.link_gbps for kind in self.gpus) * 1e9
+        host = self.host
+        update = min(_UPDATES_OF_A_CORE * host.cores, _UPDATE_SHARE * host.memory_gbps * 1e9 / _UPDATE_BYTES)
+        shared = self.shared_link
+        if shared is None or shared.gbps * 1e9 >= shared.gpus * link:
+            return Rates(link, link, update, _PUBLISHED * update)
+        return Rates(link, link, update, _PUBLISHED * update, shared.gpus, link / (shared.gbps * 1e9))
+
+
+def machine_names() -> list[str]:
+    """Names of the shipped descriptions, sorted."""
+    return sorted(path.stem for path in _folder().glob("*.yaml"))
+
+
+def read_machine(name: str) -> Machine:
+    """The machine of a shipped description, or of a YAML file; UserError names the file and the key at fault."""
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml") and name not in machine_names():
+        close = difflib.get_close_matches(name.lower(), machine_names(), n=1, cutoff=0.4)
+        advice = f"did you mean `{close[0]}`?" if close else f"there are {', '.join(machine_names())}"
+        raise UserError(f"no machine is called {name!r}; {advice} A file of your own ends in .yaml")
+    if name in machine_names():
+        path = _folder() / f"{name}.yaml"
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such machine file") from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: not a machine file: {error}") from error
+    try:
+        return Machine.model_validate(data)
+    except ValidationError as error:
+        raise UserError(f"{path}: {_faults(error)}") from error
+
+
+def datasheet_profiles(
+    machine: Machine,
+    layouts: Sequence[LayerLayout],
+    skeleton: Skeleton,
+    work: Workload,
+    sequence: int,
+    achieved: float = ACHIEVED,
+) -> list[LayerProfile]:
+    """What each layer should take on the first card of ``machine``, in the place of `measure_layers`.
+
+    Products of weights and of causal attention over ``sequence`` tokens, at ``achieved`` of the datasheet's rate;
+    memory as the bill estimates it. What is not a product is in that share.
+    """
+    rate = achieved * machine.gpus[0].tflops * 1e12
+    shape, tokens = work.shape, work.max_tokens
+    attention = _attention_operations(skeleton.model.config.get_text_config(), sequence)
+    chunk = min(tokens, HEAD_CHUNK_TOKENS[work.kernels])
+    logits = int(chunk * shape.vocab_size * HEAD_CHUNK_BYTES_PER_LOGIT[work.kernels])
+    hidden = tokens * shape.hidden_size * shape.itemsize
+    block = estimated_block_bytes(shape, tokens)
+    profiles = []
+    for layout, cost in zip(layouts, layer_costs(list(layouts), skeleton), strict=True):
+        gradients = layout.grad_elements * shape.itemsize
+        forward, backward = (2 * tokens * part / rate for part in (cost.forward, cost.with_recompute))
+        if layout.layer == len(layouts) - 1:
+            profiles.append(LayerProfile(forward, backward, 0, logits + gradients))
+        elif layout.layer == 0:
+            profiles.append(LayerProfile(forward, backward, hidden, hidden + gradients))
+        else:
+            products = attention * tokens / rate
+            forward, backward = forward + products, backward + products * (1 + _ATTENTION_BACKWARD)
+            profiles.append(LayerProfile(forward, backward, block // 2, block + gradients, block, gradients))
+    return profiles
+
+
+def _attention_operations(config: Any, sequence: int) -> float:
+    """Of one token and layer: queries by keys and weights by values, half of them masked."""
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return 2.0 * sequence * heads * head_dim
+
+
+def _folder() -> Path:
+    return Path(__file__).with_name("machines")
+
+
+def _faults(error: ValidationError) -> str:
+    """Every key that is wrong, with why."""
+    parts = []
+    for fault in error.errors():
+        key = ".".join(str(part) for part in fault["loc"])
+        parts.append(f"{key or 'the file'}: {fault['msg'].lower()}")
+    return "; ".join(parts)

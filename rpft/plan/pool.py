@@ -1,0 +1,111 @@
+"""Workers and their streams, on paper: when each stream of each worker is free, and how a slot takes them up.
+
+The one event model behind all schedules. Every time is an array with an entry for each of many plans, which are
+played side by side: a search for a plan plays thousands.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+def serve(arrivals: np.ndarray, free: np.ndarray, before: Any, seconds: Any) -> np.ndarray:
+    """When a server that is free at ``free`` is done with each of a row of jobs, taken in order.
+
+    A job starts ``before`` seconds after the one before it is done, and once it has arrived:
+    done[m] = max(done[m - 1] + before, arrivals[m]) + seconds. Rows are jobs, columns are plans.
+    """
+    lag = np.arange(len(arrivals))[:, None] * np.add(before, seconds)
+    done = arrivals + seconds - lag
+    np.maximum(done[0], free + before + seconds, out=done[0])
+    np.maximum.accumulate(done, axis=0, out=done)
+    done += lag
+    return done
+
+
+class SlotWork(NamedTuple):
+    """Seconds that a slot takes, numbers or arrays with one for each plan."""
+
+    compute: Any
+    """Of a microbatch, once its input is there."""
+    recompute: Any = 0.0
+    """Of a microbatch, before that: what needs no input from the slot before."""
+    upload: Any = 0.0
+    written: Any = 0.0
+    """When the upload can be over at the earliest, because of the update before it: a time."""
+    gradients_down: Any = 0.0
+    kept_up: Any = 0.0
+    """Of a microbatch: hidden states that come up while it is computed."""
+    kept_down: Any = 0.0
+    backward: Any = 0.0
+    """1 for a slot that has gradients, else 0."""
+
+
+class SlotTimes(NamedTuple):
+    """When a slot did what, for each plan; ``computed`` and ``delivered`` have a row for each microbatch."""
+
+    uploaded: np.ndarray
+    computed: np.ndarray
+    delivered: np.ndarray
+    landed: np.ndarray
+    """The last gradient of a backward slot."""
+
+
+class Pool:
+    """When each stream of each worker is free. Arrays are (worker, plan)."""
+
+    def __init__(
+        self,
+        num_workers: int,
+        num_plans: int = 1,
+        *,
+        input_up: float = 0.0,
+        output_down: float = 0.0,
+        slot_seconds: float = 0.0,
+        workers_per_switch: int = 1,
+        switch_share: float = 0.0,
+    ) -> None:
+        """``input_up``, ``output_down``: seconds that the hidden state of a microbatch takes on the link.
+
+        ``switch_share``: the part of a transfer's time for which the workers of the same switch cannot start one.
+        """
+        streams = np.zeros((5, num_workers, num_plans))
+        self.compute, self.weights_up, self.inputs_up, self.outputs_down, self.gradients_down = streams
+        self.ends = np.zeros((2, num_workers, num_plans))
+        """When the last two slots let go of their weight buffers."""
+        self.input_up, self.output_down, self.slot_seconds = input_up, output_down, slot_seconds
+        self.workers_per_switch, self.switch_share = workers_per_switch, switch_share
+        self.switch_up, self.switch_down = np.zeros((2, -(-num_workers // workers_per_switch), num_plans))
+
+    def slot(self, w: int, arrivals: np.ndarray, work: SlotWork) -> SlotTimes:
+        """Plays a slot on worker ``w`` whose microbatches arrive at ``arrivals``, (microbatches, plans)."""
+        start = np.maximum(self.weights_up[w], self.ends[0, w])
+        start = self._through(self.switch_up, w, start, work.upload)
+        uploaded = self.weights_up[w] = np.maximum(start + work.upload, work.written)
+        inputs = serve(arrivals, self.inputs_up[w], 0.0, self.input_up) if self.input_up else arrivals
+        # A hidden state a layer is carried while the neighbouring layers compute: what is slower sets the pace.
+        pace = np.maximum(work.compute, work.kept_up)
+        computed = serve(inputs, np.maximum(self.compute[w], uploaded), work.recompute, pace)
+        self.inputs_up[w] = np.maximum(inputs[-1], computed[-1] - pace + work.kept_up)
+        delivered = computed
+        if self.output_down:
+            delivered = serve(computed, self.outputs_down[w], work.kept_down, self.output_down)
+            self.outputs_down[w] = delivered[-1]
+        end = computed[-1] + self.slot_seconds
+        self.ends[0, w], self.ends[1, w] = self.ends[1, w], end
+        rounded = np.maximum(end, self.gradients_down[w])  # rounding waits for the buffer
+        landed = self._through(self.switch_down, w, rounded, work.gradients_down) + work.gradients_down
+        self.compute[w] = np.where(work.backward, rounded, end)
+        self.gradients_down[w] = np.where(work.backward, landed, self.gradients_down[w])
+        return SlotTimes(uploaded, computed, delivered, landed)
+
+    def _through(self, switch: np.ndarray, w: int, start: np.ndarray, seconds: Any) -> np.ndarray:
+        """When a transfer of ``seconds`` that worker ``w`` could start at ``start`` finds its switch free."""
+        if not self.switch_share:
+            return start
+        number = w // self.workers_per_switch
+        start = np.where(seconds, np.maximum(start, switch[number]), start)
+        switch[number] = np.maximum(switch[number], start + seconds * self.switch_share)
+        return start

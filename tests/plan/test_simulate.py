@@ -1,0 +1,161 @@
+"""A step played through: what it must not depend on, what must make it longer, and what bounds it."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.engines import random_plan
+from support.steps import makespan, random_step, slot_times
+
+from rpft.plan.costs import LayerLoad
+from rpft.plan.plan import Plan, Stage
+from rpft.plan.simulate import AT_ONCE, Rates, StepShape, step_seconds, steps_seconds
+
+seeds = st.integers(0, 10**6)
+
+
+def a_step(seed, blocks=6, count=1):
+    """(plans alike in all but their stages, shape, rates, costs)."""
+    rng = random.Random(seed)
+    costs, shape, rates, m = random_step(rng, blocks)
+    recompute = rng.choice(["stage", "layer"])
+    plans = [replace(random_plan(rng, blocks + 2, m), recompute=recompute) for _ in range(count)]
+    return plans, shape, rates, costs
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds)
+def test_plans_side_by_side_take_what_each_takes_alone(seed):
+    plans, shape, rates, _ = a_step(seed, count=12)
+    together = steps_seconds(plans, shape, rates)
+    assert together.tolist() == pytest.approx([step_seconds(plan, shape, rates) for plan in plans])
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds)
+def test_where_only_compute_takes_time_an_exact_step_is_the_plain_rules_makespan(seed):
+    (plan,), shape, _, costs = a_step(seed)
+    loads = [LayerLoad(cost.forward, cost.with_recompute) for cost in costs]
+    shape = replace(shape, loads=loads, boundary_bytes=0, delayed=False, slot_seconds=0.0)
+    expected = makespan(slot_times(plan, costs), shape.num_workers, plan.num_microbatches, shape.rounds)
+    assert step_seconds(plan, shape, AT_ONCE) == pytest.approx(expected)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seeds)
+def test_late_steps_are_no_longer_than_exact_ones_and_no_shorter_than_the_busiest_part(seed):
+    (plan,), shape, _, costs = a_step(seed)
+    loads = [LayerLoad(cost.forward, cost.with_recompute) for cost in costs]
+    shape = replace(shape, loads=loads, boundary_bytes=0, slot_seconds=0.0)
+    late, exact = (step_seconds(plan, replace(shape, delayed=delayed), AT_ONCE) for delayed in (True, False))
+    work = plan.num_microbatches * shape.rounds * sum(slot_times(plan, costs))
+    assert work / shape.num_workers * (1 - 1e-9) <= late <= exact * (1 + 1e-9)
+    if shape.num_workers == 1:
+        assert late == pytest.approx(exact) == pytest.approx(work)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds, st.sampled_from(["up", "down", "update", "forward", "backward", "boundary", "switch"]))
+def test_no_exact_step_gets_shorter_when_anything_gets_slower(seed, what):
+    (plan,), shape, rates, _ = a_step(seed)
+    shape = replace(shape, delayed=False)
+    before = step_seconds(plan, shape, rates)
+    if what in ("up", "down", "update"):
+        rates = replace(rates, **{what: getattr(rates, what) / 3})
+    elif what == "switch":
+        rates = replace(rates, workers_per_switch=2, switch_share=1.0)
+    elif what == "boundary":
+        shape = replace(shape, boundary_bytes=2 * shape.boundary_bytes)
+    else:
+        which = seed % len(shape.loads)
+        loads = list(shape.loads)
+        loads[which] = replace(loads[which], **{what: 2 * getattr(loads[which], what)})
+        shape = replace(shape, loads=loads)
+    assert step_seconds(plan, shape, rates) >= before * (1 - 1e-9)
+
+
+def even(blocks=8, **load):
+    loads = [LayerLoad(1.0, 3.0, **load)] * (blocks + 2)
+    head = blocks + 1
+    plan = Plan(
+        tuple(Stage(i, i) for i in range(head)),
+        (Stage(head, head), *(Stage(i, i) for i in reversed(range(head)))),
+        4,
+        "layer",
+    )
+    return plan, StepShape(loads, 1, 0, 2, 1, False, slot_seconds=0.0)
+
+
+def test_uploads_downloads_and_the_optimizer_each_bound_a_step():
+    plan, shape = even(weight_bytes=100, gradient_bytes=100, num_trained=100)
+    compute = step_seconds(plan, shape, AT_ONCE)
+    per_worker = 2 * 10 * 100 / 2
+    for name, seconds in (("up", 40 * per_worker / 100), ("down", 60 * per_worker / 2 / 100)):
+        slow = step_seconds(plan, shape, replace(AT_ONCE, **{name: per_worker / seconds / 10}))
+        assert slow >= max(10 * seconds * 0.45, compute)
+    for delayed in (False, True):
+        slow = step_seconds(plan, replace(shape, delayed=delayed), replace(AT_ONCE, update=1.0))
+        assert slow >= 10 * 100  # every parameter, one a second
+
+
+def test_a_late_update_hides_behind_the_next_step_and_an_exact_one_shows():
+    plan, shape = even(num_trained=100)
+    compute = step_seconds(plan, shape, AT_ONCE)
+    rates = replace(AT_ONCE, update=10 * 100 / (0.5 * compute))
+    late = step_seconds(plan, replace(shape, delayed=True), rates)
+    assert late == pytest.approx(step_seconds(plan, replace(shape, delayed=True), AT_ONCE))
+    assert step_seconds(plan, shape, rates) > 1.1 * compute
+
+
+def test_a_tied_head_waits_for_the_late_update_of_the_embedding_that_lends_it():
+    embedding = LayerLoad(0.0, 0.0, num_trained=100)
+    head = LayerLoad(1.0, 3.0, weight_bytes=60)
+    plan = Plan((Stage(0, 1),), (Stage(2, 2), Stage(0, 1)), 1, "layer")
+    rates = replace(AT_ONCE, up=1.0, publish=1.0)  # the embedding is written last, and the head uploaded meanwhile
+    free, tied = (
+        step_seconds(
+            plan,
+            StepShape([embedding, LayerLoad(1.0, 3.0), last], 1, 0, 2, 1, True, slot_seconds=0.0),
+            rates,
+        )
+        for last in (head, replace(head, lenders=(0,)))
+    )
+    assert tied > free + 40
+
+
+def test_weights_that_stay_are_not_uploaded():
+    plan, shape = even(weight_bytes=100, frozen_bytes=100)
+    rates = replace(AT_ONCE, up=1.0)
+    assert step_seconds(replace(plan, resident=tuple(range(10))), shape, rates) == step_seconds(
+        plan, shape, AT_ONCE
+    )
+    assert step_seconds(plan, shape, rates) > 900
+
+
+def test_a_slower_worker_makes_the_turns_slower():
+    plan, shape = even()
+    alike = step_seconds(plan, shape, AT_ONCE)
+    assert step_seconds(plan, replace(shape, speeds=[1.0, 1.0]), AT_ONCE) == alike
+    assert step_seconds(plan, replace(shape, speeds=[1.0, 0.5]), AT_ONCE) > 1.5 * alike
+
+
+def test_late_steps_are_timed_where_starting_up_is_over():
+    for seed in range(8):
+        plans, shape, rates, _ = a_step(seed, blocks=12, count=6)
+        shape = replace(shape, delayed=True)
+        short = steps_seconds(plans, shape, rates)
+        import rpft.plan.simulate as simulate
+
+        times = simulate._Run(plans, shape, rates).play(80)
+        assert short.tolist() == pytest.approx(((times[79] - times[31]) / 48).tolist(), rel=0.03)
+
+
+def test_keeping_more_loads_the_links():
+    plan, shape = even()
+    shape = replace(shape, boundary_bytes=1)
+    rates = Rates(10.0, 10.0, np.inf, np.inf)
+    light = step_seconds(plan, shape, rates)
+    assert step_seconds(replace(plan, keep_bytes_per_token=100), shape, rates) > light
