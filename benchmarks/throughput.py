@@ -42,9 +42,10 @@ from rpft.optim.host_optimizer import HostOptimizer
 from rpft.optim.one_pass import OnePass, measured_rate, prepare
 from rpft.optim.schedule import Schedule
 from rpft.plan.bill import Workload, available_host_bytes, gib, make_bill
-from rpft.plan.choose import choose_plan, model_shape
+from rpft.plan.choose import choose_plan, model_shape, step_shape
+from rpft.plan.costs import measured_costs
 from rpft.plan.profile import LayerProfile, measure_layers, measure_link
-from rpft.plan.simulate import ASSUMED_RATES, Rates
+from rpft.plan.simulate import ASSUMED_RATES, Rates, step_seconds
 
 DTYPE = torch.bfloat16
 
@@ -236,6 +237,11 @@ class Run:
         self.bill = make_bill(self.plan, model.layouts, work)
         if self.bill.device > limit or self.bill.host > ram:
             sys.exit(f"the smallest plan takes {gib(self.bill.device)} of VRAM, {gib(self.bill.host)} of RAM")
+        self.predicted_seconds = None
+        if profiles is not None:
+            costs = measured_costs(profiles, self.plan.keep_bytes_per_token)
+            shape = step_shape(model.layouts, work, costs, len(self.devices), 1)
+            self.predicted_seconds = step_seconds(self.plan, shape, rates)
         failure, delays = Failure(), Delays(None)
         self.optimizer = HostOptimizer(
             model.store, AdamW(), Schedule("constant", 1e-5, 10**6), 1.0, failure, delays, kernels=model.one_pass
@@ -308,7 +314,11 @@ def measure(run: Run) -> list[dict[str, Any]]:
     """Warms up, times, prints; the figures for the record."""
     arguments = run.model.arguments
     stages = " ".join(map(str, run.plan.forward)), " ".join(map(str, run.plan.backward))
-    print(f"plan: forward {stages[0]}; backward {stages[1]}; recompute by {run.plan.recompute}", flush=True)
+    print(
+        f"plan: forward {stages[0]}; backward {stages[1]}; recompute by {run.plan.recompute},"
+        f" {run.plan.keep_bytes_per_token} bytes a token kept, {len(run.plan.resident)} layers resident",
+        flush=True,
+    )
     run.steps(1, arguments.warm_up)
     run.engine.settle()
     for device in run.devices:
@@ -343,6 +353,8 @@ def measure(run: Run) -> list[dict[str, Any]]:
         ("RAM, resident", rss / 2**30, "GiB"),
         ("RAM by the bill", run.bill.host / 2**30, "GiB"),
     ]
+    if run.predicted_seconds is not None:
+        figures.append(("tokens a second, predicted", tokens / run.predicted_seconds, "tok/s"))
     if arguments.trace is not None:
         name = f"{arguments.preset}_{step.rows}x{step.sequence}_{run.update}_{len(peaks)}.json"
         run.trace(1 + arguments.warm_up + step.timed, 3, arguments.trace / name)

@@ -32,6 +32,7 @@ MEDIAN, DRAINED = "tokens a second, median step", "tokens a second, drained"
 COLUMNS = {
     "median": (MEDIAN, "{:,.0f}"),
     "drained": (DRAINED, "{:,.0f}"),
+    "predicted": ("tokens a second, predicted", "{:,.0f}"),
     "VRAM": ("peak VRAM, reserved", "{:.1f}"),
     "bill": ("VRAM by the bill", "{:.1f}"),
     "RAM": ("RAM, resident", "{:.0f}"),
