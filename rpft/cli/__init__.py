@@ -21,6 +21,8 @@ from typer.core import TyperGroup
 from rpft import __version__
 from rpft.cli.bench import bench
 from rpft.cli.data import data
+from rpft.cli.plan import plan
+from rpft.cli.profile import profile
 from rpft.cli.recipes import app as recipes_app
 from rpft.cli.train import TrainCommand, train
 from rpft.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAULT, EXIT_INTERRUPTED, RunFault, UserError
@@ -74,6 +76,8 @@ def _options(
 app.add_typer(recipes_app, name="recipes")
 app.command("bench")(bench)
 app.command("data")(data)
+app.command("plan")(plan)
+app.command("profile")(profile)
 app.command("train", cls=TrainCommand)(train)
 
 

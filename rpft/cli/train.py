@@ -96,7 +96,7 @@ def train(
 
 
 def _dry_run(settings: Recipe) -> None:
-    _set_up(settings)
+    set_up_process(settings)
     from rpft.train.prepare import prepare
 
     for line in describe(prepare(settings, typer.echo)):
@@ -104,7 +104,7 @@ def _dry_run(settings: Recipe) -> None:
 
 
 def _train(settings: Recipe, resume: str | None, force: bool, lock: RunLock, command: str) -> None:
-    _set_up(settings)
+    set_up_process(settings)
     from rpft.console import make_reporter
     from rpft.train.faults import exit_code
     from rpft.train.interrupts import Interrupted, StoppedAtOnce
@@ -160,7 +160,7 @@ def _standing(trainer: Trainer, command: str) -> str:
     return f"{finished}, the last checkpoint is {checkpoint}. To go on: {command} --resume"
 
 
-def _set_up(settings: Recipe) -> None:
+def set_up_process(settings: Recipe) -> None:
     """Process-wide settings, before any tensor exists."""
     import os
 
@@ -180,7 +180,6 @@ def _set_up(settings: Recipe) -> None:
 def describe(prepared: Prepared) -> list[str]:
     """What a run is, for people: model, data, plan, memory."""
     from rpft.plan.bill import gib
-    from rpft.train.room import disk_need
 
     recipe, plan, bill, data = prepared.recipe, prepared.plan, prepared.bill, prepared.data
     specs = [spec for layout in prepared.layouts for spec, _ in layout.own.values()]
@@ -218,8 +217,16 @@ def describe(prepared: Prepared) -> list[str]:
     ):
         detail = ", ".join(f"{part} {gib(num_bytes)}" for part, num_bytes in parts.items())
         lines.append(f"memory, {name}: {gib(size)} ({detail})")
-    result, size, count = disk_need(prepared)
-    lines.append(f"disk: {gib(result)} for the result, {gib(size)} a checkpoint, of which up to {count} at once")
+    lines.append(
+        f"disk: {gib(bill.result)} for the result, {gib(prepared.checkpoint_bytes)} a checkpoint, of which up to"
+        f" {prepared.num_checkpoints} at once"
+    )
+    prediction = prepared.prediction()
+    if prediction is not None:
+        lines.append(
+            f"predicted: {prediction.tokens_per_second:,.0f} tokens/s, {prediction.step_seconds:.3g} s a step,"
+            f" limited by {prediction.limited_by}; `rpft plan` says more"
+        )
     return lines
 
 
@@ -241,17 +248,19 @@ def _describe_kernels(prepared: Prepared) -> list[str]:
         most = max(max(profile.forward_bytes, profile.backward_bytes) for profile in prepared.profiles)
         lines.append(
             f"measured, {prepared.recipe.train.micro_batch_size} x {prepared.data.longest} tokens on one worker:"
-            f" forward {forward:.1f} ms, recompute and backward {backward:.1f} ms, head {head:.1f} ms;"
-            f" a layer holds up to {gib(most)}"
+            f" forward {forward:.1f} ms, recompute and backward {backward:.1f} ms, head {head:.1f} ms"
+            + (f"; a layer holds up to {gib(most)}" if most else "")
         )
     return lines
 
 
 def _write_inputs(prepared: Prepared) -> None:
-    """Leaves the recipe as it was read, and the plan, in the output directory."""
+    """Leaves the recipe as it was read, the plan, and what was measured for it in the output directory."""
     from rpft.files import write_whole
     from rpft.recipe.dump import dump_recipe
 
     output_dir = Path(prepared.recipe.output_dir)
     write_whole(output_dir / "recipe.yaml", dump_recipe(prepared.recipe))
-    write_whole(output_dir / "plan.json", prepared.plan.to_json())
+    write_whole(output_dir / "plan.json", prepared.plan.to_json(**prepared.about(prepared.prediction())))
+    if prepared.profile is not None:
+        write_whole(output_dir / "profile.json", prepared.profile.to_json())

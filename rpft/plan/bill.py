@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from rpft.model.head import HEAD_CHUNK_TOKENS
 from rpft.model.host_store import store_bytes
 from rpft.model.layout import LayerLayout
 from rpft.plan.plan import Plan, Stage
-from rpft.plan.profile import LayerProfile
+from rpft.plan.profile import LayerProfile, memory_measured
 from rpft.plan.sizes import worker_sizes
 
 _PROCESS_BYTES = 3 << 29
@@ -96,11 +96,11 @@ def make_bill(plan: Plan, layouts: list[LayerLayout], work: Workload) -> Bill:
         "weight, gradient and hidden-state buffers": sizes.total_bytes - sizes.resident_bytes,
         "frozen weights that stay": sizes.resident_bytes,
     }
-    if work.profiles is None:
+    if work.profiles is None or not memory_measured(work.profiles):
         device |= _estimated_activations(plan, layouts, work)
     else:
         measured = _measured_activations(plan, work.profiles)
-        device |= {"activations, measured": measured, "gaps between them": int(_GAPS * measured)}
+        device |= {"activations": measured, "gaps between them": int(_GAPS * measured)}
     device["results on their way down"] = _BOUNDARIES_IN_FLIGHT * (
         boundary + plan.keep_bytes_per_token * max_tokens
     )
@@ -167,22 +167,20 @@ def gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f} GiB"
 
 
-def refuse_unless_fits(bill: Bill, ram_bytes: int, vram_bytes: int | None) -> None:
-    """Raises UserError, with the bill and the settings that change it, when RAM or device memory is too little.
+def refuse_unless_fits(bill: Bill, ram_bytes: int, vram_bytes: int | None, advice: Callable[[], str]) -> None:
+    """Raises UserError, with the bill and ``advice`` on what changes it, when RAM or device memory is too little.
 
-    ``vram_bytes`` is None where the device has no memory of its own.
+    ``vram_bytes`` is None where the device has no memory of its own. ``advice`` is asked for only then.
     """
     if bill.host > ram_bytes:
         parts = "; ".join(f"{name} {gib(size)}" for name, size in bill.host_parts.items())
         raise UserError(
-            f"this run needs {gib(bill.host)} of RAM and {gib(ram_bytes)} are free ({parts}). Less is needed"
-            " with an `adapter`, a smaller train.micro_batch_size or data.max_seq_len, or a smaller"
-            " engine.num_microbatches; if the system reports too little, set engine.ram_limit"
+            f"this run needs {gib(bill.host)} of RAM and {gib(ram_bytes)} are free ({parts})."
+            f" {advice()}; if the system reports too little, set engine.ram_limit"
         )
     if vram_bytes is not None and bill.device > vram_bytes:
         parts = "; ".join(f"{name} {gib(size)}" for name, size in bill.device_parts.items())
         raise UserError(
             f"this run needs {gib(bill.device)} of memory on each GPU and may take {gib(vram_bytes)} ({parts})."
-            " Less is needed with engine.recompute=layer, a smaller train.micro_batch_size or"
-            " data.max_seq_len; engine.vram_limit raises what it may take"
+            f" {advice()}; engine.vram_limit raises what it may take"
         )

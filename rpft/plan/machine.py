@@ -108,6 +108,18 @@ class Machine(Section):
             return Rates(link, link, update, _PUBLISHED * update)
         return Rates(link, link, update, _PUBLISHED * update, shared.gpus, link / (shared.gbps * 1e9))
 
+    def with_workers(self, count: int) -> Machine:
+        """This machine with its first ``count`` cards; UserError where it has fewer."""
+        if count > self.num_workers:
+            raise UserError(f"engine.workers is {count}, and the machine has {self.num_workers} GPUs")
+        kept = []
+        for kind in self.gpus:
+            taken = min(kind.count, count)
+            count -= taken
+            if taken:
+                kept.append(kind.model_copy(update={"count": taken}))
+        return self.model_copy(update={"gpus": tuple(kept)})
+
 
 def machine_names() -> list[str]:
     """Names of the shipped descriptions, sorted."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rpft.errors import UserError
 
@@ -71,8 +71,8 @@ class Plan:
         if wrong:
             raise UserError(f"plan: {wrong}")
 
-    def to_json(self) -> str:
-        """The plan file's text."""
+    def to_json(self, **about: Any) -> str:
+        """The plan file's text. ``about``: what else it says, of what was predicted; no run depends on it."""
         return json.dumps(
             {
                 "version": PLAN_VERSION,
@@ -82,6 +82,7 @@ class Plan:
                 "recompute": self.recompute,
                 "keep_bytes_per_token": self.keep_bytes_per_token,
                 "resident": list(self.resident),
+                **about,
             },
             indent=1,
         )
@@ -135,3 +136,10 @@ def read_plan(path: Path) -> Plan:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not a plan file ({type(error).__name__}: {error})") from error
+
+
+def read_made_for(path: Path) -> dict[str, Any]:
+    """What a plan file says of the model that it was made for; empty where it says nothing, as those by hand."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    said = data.get("made_for")
+    return said if isinstance(said, dict) else {}

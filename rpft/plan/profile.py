@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +21,8 @@ from rpft.model.layout import LayerLayout
 
 _TIMED_RUNS = 5
 _LINK_BYTES = 1 << 28
+_MOST_WAITED_SECONDS = 60
+"""For another device that fails before its copy."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,52 @@ class LayerProfile:
     """Of a block: (bytes a token that its forward could keep on the host, share of the backward then left)."""
 
 
+class LayerMeter:
+    """Measures layers with random weights and tokens on the device of ``functions``; bytes only on CUDA.
+
+    Every token is trained, which is the most that a microbatch can ask for.
+    """
+
+    def __init__(
+        self,
+        functions: LayerFunctions,
+        layouts: list[LayerLayout],
+        rows: int,
+        sequence: int,
+        vocabulary: int,
+        *,
+        dropout: bool = False,
+        packed: bool = False,
+    ) -> None:
+        """``dropout``: whether the model draws any; ``packed``: whether lines hold several rows."""
+        device = functions.device
+        ids = torch.randint(0, vocabulary, (rows, sequence), device=device)
+        positions = (
+            torch.arange(sequence, device=device).remainder(max(1, sequence // 2)).expand(rows, -1).contiguous()
+        )
+        scored = torch.arange(rows * sequence, device=device)
+        self.functions, self.layouts = functions, layouts
+        self._batch = DeviceBatch(ids, positions if packed else None, scored, ids.flatten())
+        shape = (rows, sequence, functions.hidden_size)
+        self._hidden = torch.randn(*shape, device=device, dtype=functions.dtype)
+        self._key = 0 if dropout else None
+        functions.train(True)
+
+    def measure(self, layer: int) -> LayerProfile:
+        """The profile of ``layer``."""
+        device = self.functions.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return _measure_layer(self.functions, self.layouts[layer], self._hidden, self._batch, self._key)
+
+
+def layers_by_kind(functions: LayerFunctions, num_layers: int) -> list[tuple[int, ...]]:
+    """Layers of one code and the same shapes together, in the order of their first layers."""
+    kinds: dict[int, list[int]] = {}
+    for layer in range(num_layers):
+        kinds.setdefault(functions.kind_of(layer), []).append(layer)
+    return [tuple(layers) for layers in kinds.values()]
+
+
 def measure_layers(
     functions: LayerFunctions,
     layouts: list[LayerLayout],
@@ -50,42 +100,83 @@ def measure_layers(
     dropout: bool = False,
     packed: bool = False,
 ) -> list[LayerProfile]:
-    """A profile a layer, with random weights and tokens on the device of ``functions``; bytes only on CUDA.
-
-    Blocks of one kind are measured once. Every token is trained, which is the most that a microbatch can ask for.
-    ``dropout``: whether the model draws any; ``packed``: whether lines hold several rows and so need a mask.
-    """
-    device = functions.device
-    ids = torch.randint(0, vocabulary, (rows, sequence), device=device)
-    positions = (
-        torch.arange(sequence, device=device).remainder(max(1, sequence // 2)).expand(rows, -1).contiguous()
-    )
-    scored = torch.arange(rows * sequence, device=device)
-    batch = DeviceBatch(ids, positions if packed else None, scored, ids.flatten())
-    functions.train(True)
-    hidden_size = functions.hidden_size
-    hidden = torch.randn(rows, sequence, hidden_size, device=device, dtype=functions.dtype)
-    known: dict[int, LayerProfile] = {}
-    profiles = []
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        for layout in layouts:
-            kind = functions.kind_of(layout.layer)
-            if kind not in known:
-                known[kind] = _measure_layer(functions, layout, hidden, batch, 0 if dropout else None)
-            profiles.append(known[kind])
-    if device.type == "cuda":
+    """A profile a layer, as ``LayerMeter`` gives them. Blocks of one kind are measured once."""
+    meter = LayerMeter(functions, layouts, rows, sequence, vocabulary, dropout=dropout, packed=packed)
+    profiles: dict[int, LayerProfile] = {}
+    for layers in layers_by_kind(functions, len(layouts)):
+        profiles |= dict.fromkeys(layers, meter.measure(layers[0]))
+    if functions.device.type == "cuda":
         torch.cuda.empty_cache()
-    return profiles
+    return [profiles[layer] for layer in range(len(layouts))]
 
 
-def measure_link(device: torch.device, allocate_host: Callable[[int], torch.Tensor]) -> tuple[float, float]:
+def memory_measured(profiles: Sequence[LayerProfile]) -> bool:
+    """Whether ``profiles`` have bytes: on the CPU only time is measured."""
+    return any(profile.backward_bytes for profile in profiles)
+
+
+def measure_link(
+    device: torch.device, allocate_host: Callable[[int], torch.Tensor], num_bytes: int = _LINK_BYTES
+) -> tuple[float, float]:
     """Bytes a second from host memory of ``allocate_host`` to ``device`` and back, one way at a time."""
-    host = allocate_host(_LINK_BYTES)
-    there = torch.empty(_LINK_BYTES, dtype=torch.uint8, device=device)
+    host = allocate_host(num_bytes)
+    there = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         up = _seconds(device, lambda: there.copy_(host, non_blocking=True))
         down = _seconds(device, lambda: host.copy_(there, non_blocking=True))
-    return _LINK_BYTES / up, _LINK_BYTES / down
+    return num_bytes / up, num_bytes / down
+
+
+def measure_links_together(
+    devices: Sequence[torch.device], allocate_host: Callable[[int], torch.Tensor], num_bytes: int = _LINK_BYTES
+) -> list[tuple[float, float]]:
+    """As ``measure_link``, for each of several devices while all of them copy the same way at once."""
+    hosts = [allocate_host(num_bytes) for _ in devices]
+    there = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for device in devices]
+    rates = []
+    for targets, sources in ((there, hosts), (hosts, there)):
+        ready = threading.Barrier(len(devices))
+        with ThreadPoolExecutor(len(devices), "link") as pool:
+            seconds = list(pool.map(partial(_copy_at_once, ready), devices, targets, sources))
+        rates.append([num_bytes / each for each in seconds])
+    return list(zip(*rates, strict=True))
+
+
+def _copy_at_once(
+    ready: threading.Barrier, device: torch.device, target: torch.Tensor, source: torch.Tensor
+) -> float:
+    """Seconds of a copy that begins when all are ready, mean of some in a row."""
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        target.copy_(source, non_blocking=True)
+        _finish(device)
+        ready.wait(_MOST_WAITED_SECONDS)
+        started = time.perf_counter()
+        for _ in range(_TIMED_RUNS):
+            target.copy_(source, non_blocking=True)
+        _finish(device)
+        return (time.perf_counter() - started) / _TIMED_RUNS
+
+
+def measure_slowdown(meters: Sequence[LayerMeter], layer: int) -> float:
+    """How many times as long a forward and backward of ``layer`` takes while all ``meters`` work at once.
+
+    That is what the stand-ins of the CPU pool do to one another, which share the cores.
+    """
+
+    def seconds(meter: LayerMeter) -> float:
+        profile = meter.measure(layer)
+        return profile.forward_seconds + profile.backward_seconds
+
+    alone = statistics.mean(map(seconds, meters))  # which also makes their graphs
+    with ThreadPoolExecutor(len(meters), "worker") as pool:
+        together = list(pool.map(seconds, meters))
+    return max(1.0, statistics.mean(together) / alone)
+
+
+def measure_host_memory(num_bytes: int = _LINK_BYTES) -> float:
+    """Bytes a second, read and written, of a copy within the host's memory by torch's threads."""
+    source, target = (torch.ones(num_bytes // 4, dtype=torch.float32) for _ in range(2))
+    return 2 * num_bytes / _seconds(torch.device("cpu"), lambda: target.copy_(source))
 
 
 def _measure_layer(
@@ -148,9 +239,14 @@ def _seconds(device: torch.device, work: Callable[[], object]) -> float:
         if number:
             work()
         marks.append(_mark(device))
+    _finish(device)
+    return statistics.median(_between(a, b) for a, b in pairwise(marks))
+
+
+def _finish(device: torch.device) -> None:
+    """Returns when what was given to ``device`` is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return statistics.median(_between(a, b) for a, b in pairwise(marks))
 
 
 def _mark(device: torch.device) -> Any:

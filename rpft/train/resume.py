@@ -6,7 +6,7 @@ import hashlib
 import platform
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,7 +17,9 @@ from rpft.errors import UserError
 from rpft.recipe.schema import Recipe
 from rpft.train.checkpoint import CheckpointFolder, check_whole, read_state
 from rpft.train.metrics import MetricsFile
-from rpft.train.prepare import Prepared
+
+if TYPE_CHECKING:
+    from rpft.train.prepare import Prepared
 
 _OF_NO_INTEREST = {"output_dir", "train.resume_from_checkpoint"}
 

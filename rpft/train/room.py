@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rpft import files
 from rpft.errors import UserError
 from rpft.plan.bill import gib
 from rpft.recipe.schema import Recipe
-from rpft.train.checkpoint import checkpoint_bytes
-from rpft.train.prepare import Prepared
 from rpft.train.resume import checkpoint_folder
+
+if TYPE_CHECKING:
+    from rpft.train.planning import Planned
 
 
 def most_checkpoints(recipe: Recipe, num_steps: int) -> int:
@@ -26,23 +28,20 @@ def most_checkpoints(recipe: Recipe, num_steps: int) -> int:
     return min(at_once, 2) if settings.make_room else at_once
 
 
-def disk_need(prepared: Prepared) -> tuple[int, int, int]:
-    """Bytes of the result and of one checkpoint, and how many checkpoints there may be at once."""
-    size = checkpoint_bytes(prepared.layouts, prepared.recipe.optimizer.update == "delayed")
-    return prepared.bill.result, size, most_checkpoints(prepared.recipe, prepared.data.order.num_steps)
+def room_bytes(recipe: Recipe) -> int:
+    """Bytes that a run may have on the disk of its output directory; checkpoints that are there already count."""
+    folders = checkpoint_folder(recipe).all()
+    present = sum(file.stat().st_size for folder in folders for file in folder.iterdir())
+    return files.free_bytes(Path(recipe.output_dir)) + present
 
 
-def refuse_without_room(prepared: Prepared) -> None:
+def refuse_without_room(planned: Planned) -> None:
     """UserError where the disk will not hold what the run writes; checkpoints that are there already count."""
-    result, size, count = disk_need(prepared)
-    output_dir = Path(prepared.recipe.output_dir)
-    present = sum(
-        file.stat().st_size for folder in checkpoint_folder(prepared.recipe).all() for file in folder.iterdir()
-    )
-    need, free = result + count * size, files.free_bytes(output_dir) + present
+    result, size, count = planned.bill.result, planned.checkpoint_bytes, planned.num_checkpoints
+    need, free = result + count * size, room_bytes(planned.recipe)
     if need > free:
         raise UserError(
-            f"output_dir {output_dir}: the result takes {gib(result)} and {count} checkpoint(s) of {gib(size)} may"
-            f" be there at once, {gib(need)} in all; {gib(free)} are free on that disk. Make room, give another"
-            " output_dir, keep fewer with checkpoint.keep_last, or set checkpoint.make_room"
+            f"output_dir {planned.recipe.output_dir}: the result takes {gib(result)} and {count} checkpoint(s) of"
+            f" {gib(size)} may be there at once, {gib(need)} in all; {gib(free)} are free on that disk. Make room,"
+            " give another output_dir, keep fewer with checkpoint.keep_last, or set checkpoint.make_room"
         )

@@ -9,13 +9,12 @@ import torch
 from support.recipes import WORDS, chats
 
 import rpft.train.kernels
-import rpft.train.prepare
 from rpft.cli.train import describe
 from rpft.errors import UserError
-from rpft.plan.profile import LayerProfile
+from rpft.plan.profile import LayerMeter, LayerProfile
 from rpft.recipe.load import load_recipe
 from rpft.train.kernels import KernelChoice, choose_gradient_dtype, choose_kernels
-from rpft.train.prepare import measure, prepare
+from rpft.train.prepare import prepare, set_up
 
 # Rows of 24 tokens at most have two padded lengths, the same ones for graphs and without.
 SHORT = {
@@ -222,12 +221,12 @@ def test_a_layer_that_does_not_fit_when_measured_is_refused_with_what_to_change(
     def too_much(*arguments, **more):
         raise torch.OutOfMemoryError("tried to allocate 9 GiB")
 
-    monkeypatch.setattr(rpft.train.prepare, "measure_layers", too_much)
-    prepared = prepare(load_recipe(long_rows.recipe))
-    said = []
-    with pytest.raises(UserError, match=r"2 x 256 tokens .* train\.micro_batch_size or data\.max_seq_len"):
-        measure(prepared.functions[0], prepared.layouts, 320, 2, 256, False, False, said.append)
-    assert "2 x 256 tokens" in said[0]
+    monkeypatch.setattr(LayerMeter, "measure", too_much)
+    bench, said = set_up(load_recipe(long_rows.recipe)), []
+    shape = f"{bench.job.rows} x {bench.job.data.longest} tokens"
+    with pytest.raises(UserError, match=shape + r" .* train\.micro_batch_size or data\.max_seq_len"):
+        bench.measure(bench.conditions(), said.append)
+    assert shape in said[0]
 
 
 # ---- gradients in bfloat16

@@ -1,0 +1,69 @@
+"""What a step under a plan should take, and what limits it: the step is played again with one thing made free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rpft.plan.plan import Plan
+from rpft.plan.simulate import AT_ONCE, Rates, StepShape, step_seconds
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step in the long run."""
+
+    step_seconds: float
+    tokens_per_second: float
+    """Without padding, as metrics.jsonl counts them."""
+    saved_seconds: dict[str, float]
+    """How much shorter a step would be were compute, link, optimizer, fill and drain, or memory no limit."""
+
+    @property
+    def limited_by(self) -> str:
+        """That of ``saved_seconds`` which would save most."""
+        return max(self.saved_seconds, key=lambda name: self.saved_seconds[name])
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "tokens_per_second": self.tokens_per_second,
+            "step_seconds": self.step_seconds,
+            "limited_by": self.limited_by,
+            "saved_seconds": self.saved_seconds,
+        }
+
+
+def predict(plan: Plan, shape: StepShape, rates: Rates, tokens: float) -> Prediction:
+    """Plays a step of ``tokens`` real tokens under ``plan``.
+
+    Compute, link and optimizer are made free one at a time, the rest as it is. Fill and drain is what workers wait
+    for one another: the step with links and optimizer free, less the work of all slots spread evenly.
+    """
+    seconds = step_seconds(plan, shape, rates)
+    idle = replace(shape, loads=[replace(load, forward=0.0, backward=0.0, recompute=0.0) for load in shape.loads])
+    computed = step_seconds(plan, shape, AT_ONCE)
+    saved = {
+        "compute": seconds - step_seconds(plan, idle, rates),
+        "link": seconds - step_seconds(plan, shape, replace(rates, up=math.inf, down=math.inf, switch_share=0.0)),
+        "optimizer": seconds - step_seconds(plan, shape, replace(rates, update=math.inf, publish=math.inf)),
+        "fill-drain": computed - even_seconds(plan, shape),
+    }
+    least = {name: max(0.0, value) for name, value in saved.items()}
+    return Prediction(seconds, tokens / seconds, least)
+
+
+def even_seconds(plan: Plan, shape: StepShape) -> float:
+    """What a step takes if nothing but compute takes time and all workers are busy until its end."""
+    loads = shape.loads
+
+    def work(stages: Sequence[Any], backward: bool) -> float:
+        layers = [loads[layer] for stage in stages for layer in stage.layers]
+        return sum(load.backward + load.recompute if backward else load.forward for load in layers)
+
+    microbatch = work(plan.forward, False) + work(plan.backward, True)
+    slots = plan.num_slots * shape.slot_seconds
+    speed = sum(shape.speeds) if shape.speeds is not None else shape.num_workers
+    return shape.rounds * (plan.num_microbatches * microbatch / speed + slots / shape.num_workers)

@@ -1,0 +1,210 @@
+"""What a recipe makes of its model and its data, before any device is asked."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rpft.errors import UserError
+from rpft.model.adapters import LoraSettings, inject_lora
+from rpft.model.checkpoint import Checkpoint, read_config, resolve_checkpoint
+from rpft.model.layers import build_layers
+from rpft.model.layout import LayerLayout
+from rpft.model.skeleton import Skeleton, build_model, cut, has_dropout
+from rpft.model.verify import verify_packing
+from rpft.plan.bill import ModelShape, Workload
+from rpft.plan.choose import model_shape
+from rpft.plan.partition import choose_num_microbatches
+from rpft.plan.plan import Plan, read_made_for, read_plan
+from rpft.plan.profile import LayerProfile
+from rpft.recipe.schema import Recipe
+from rpft.train.kernels import KernelChoice, choose_gradient_dtype
+from rpft.train.rows import PAD_TO_MULTIPLE, RunData, load_data
+
+_STEPS_SAMPLED = 4
+"""Whose microbatches say how long lines are on average."""
+
+
+@dataclass
+class Job:
+    """A run but for the machine that it is for."""
+
+    recipe: Recipe
+    checkpoint: Checkpoint
+    config: Any
+    """The checkpoint's config as it stands in its file."""
+    skeleton: Skeleton
+    peft_model: Any | None
+    layouts: list[LayerLayout]
+    dtype: torch.dtype
+    kernels: KernelChoice
+    data: RunData
+    given: Plan | None
+    """The plan of ``engine.plan``."""
+    num_microbatches: int
+    """Of a round."""
+    gradient_dtype: torch.dtype
+    """Of the host gradients."""
+
+    @property
+    def delayed(self) -> bool:
+        return self.recipe.optimizer.update == "delayed"
+
+    @property
+    def shape(self) -> ModelShape:
+        return model_shape(self.skeleton.model.config, self.dtype.itemsize)
+
+    @property
+    def has_dropout(self) -> bool:
+        return has_dropout(self.skeleton.model)
+
+    @property
+    def rows(self) -> int:
+        """Lines of a microbatch."""
+        return self.recipe.train.micro_batch_size
+
+    @property
+    def rounds(self) -> int:
+        """Of a step."""
+        return -(-self.recipe.train.gradient_accumulation_steps // self.num_microbatches)
+
+    def workload(self, profiles: Sequence[LayerProfile] | None, separate_masters: bool) -> Workload:
+        """What decides the memory of this run."""
+        return Workload(
+            self.shape,
+            self.rows * self.data.longest,
+            self.recipe.train.gradient_accumulation_steps,
+            self.delayed,
+            self.kernels.kind,
+            self.gradient_dtype,
+            profiles,
+            separate_masters,
+        )
+
+    def mean_step(self) -> tuple[float, float]:
+        """(Tokens of a microbatch, padding included; tokens of a step without), mean over the first steps."""
+        steps = [self.data.step(n) for n in range(1, min(_STEPS_SAMPLED, self.data.order.num_steps) + 1)]
+        batches = [batch for step in steps for batch in step]
+        padded = sum(batch.input_ids.numel() for batch in batches) / len(batches)
+        return padded, sum(batch.tokens for batch in batches) / len(steps)
+
+    def with_recipe(self, recipe: Recipe, longest: int | None = None) -> Job:
+        """This job with a changed recipe, planned anew; its rows stay, or are cut to ``longest`` tokens.
+
+        UserError where the change contradicts something else.
+        """
+        base = Job(**{field.name: getattr(self, field.name) for field in fields(Job)})
+        if (recipe.model, recipe.adapter) != (self.recipe.model, self.recipe.adapter):
+            base = replace(base, **_model_parts(recipe, self.config))
+        data = self.data if longest is None else replace(self.data, pad_lengths=[longest])
+        num_microbatches, gradient_dtype = _rounds(recipe, None, base.dtype)
+        return replace(
+            base,
+            recipe=recipe,
+            data=data,
+            given=None,
+            num_microbatches=num_microbatches,
+            gradient_dtype=gradient_dtype,
+        )
+
+
+def read_job(recipe: Recipe, kernels: KernelChoice) -> Job:
+    """Reads config, tokenizer and data and builds the skeleton; UserError where the recipe asks for too much."""
+    folder = resolve_checkpoint(recipe.model.path, recipe.model.revision)
+    config = read_config(folder)
+    checkpoint = Checkpoint(folder)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    data = load_data(recipe, folder, kernels.graphs, positions)
+    if positions is not None and data.longest > positions:
+        raise UserError(
+            f"the longest row has {data.longest} tokens with padding, the model has {positions} positions;"
+            f" set data.max_seq_len to at most {positions - positions % PAD_TO_MULTIPLE}"
+        )
+    parts = _model_parts(recipe, config)
+    given = _given_plan(recipe, parts["skeleton"], len(parts["layouts"]))
+    num_microbatches, gradient_dtype = _rounds(recipe, given, parts["dtype"])
+    return Job(
+        recipe=recipe,
+        checkpoint=checkpoint,
+        config=config,
+        kernels=kernels,
+        data=data,
+        given=given,
+        num_microbatches=num_microbatches,
+        gradient_dtype=gradient_dtype,
+        **parts,
+    )
+
+
+def made_for(skeleton: Skeleton) -> dict[str, Any]:
+    """What a plan file says of the model that it is for."""
+    config = skeleton.model.config.get_text_config()
+    return {
+        "model": type(skeleton.model).__name__,
+        "blocks": skeleton.num_blocks,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+    }
+
+
+def _model_parts(recipe: Recipe, config: Any) -> dict[str, Any]:
+    """Those fields of a Job that model and adapter decide."""
+    dtype = getattr(torch, recipe.model.dtype)
+    skeleton = cut(build_model(copy.deepcopy(config), dtype, recipe.model.attention))  # building changes it
+    if recipe.data.packing:
+        verify_packing(skeleton, dtype)
+    peft_model = None
+    if recipe.adapter is not None:
+        adapter = recipe.adapter
+        targets = adapter.target_modules
+        settings = LoraSettings(
+            adapter.r, adapter.alpha, adapter.dropout, targets if isinstance(targets, str) else list(targets)
+        )
+        peft_model = inject_lora(skeleton, settings, recipe.model.path)
+    layouts = build_layers(skeleton, dtype)
+    return {"skeleton": skeleton, "peft_model": peft_model, "layouts": layouts, "dtype": dtype}
+
+
+def _given_plan(recipe: Recipe, skeleton: Skeleton, num_layers: int) -> Plan | None:
+    """The plan of ``engine.plan``; UserError where it is not one for this model, or contradicts the recipe."""
+    path = recipe.engine.plan
+    if path is None:
+        return None
+    plan, settings = read_plan(Path(path)), recipe.engine
+    now, then = made_for(skeleton), read_made_for(Path(path))
+    differences = [f"{key} {then[key]}, not {now[key]}" for key in now if key in then and then[key] != now[key]]
+    if differences:
+        raise UserError(
+            f"engine.plan {path} does not fit {recipe.model.path}: it was made for {'; '.join(differences)}."
+            " Make it again with `rpft plan`"
+        )
+    try:
+        plan.check(num_layers)
+    except UserError as error:
+        raise UserError(f"engine.plan {path} does not fit {recipe.model.path}: {error}") from None
+    wanted = (("num_microbatches", settings.num_microbatches), ("recompute", settings.recompute))
+    for key, value in wanted:
+        # A plan by hand is an answer to these settings; one that was made followed others.
+        if then and value not in (None, "auto", getattr(plan, key)):
+            raise UserError(
+                f"engine.plan {path} does not fit the recipe: its {key} is {getattr(plan, key)} and"
+                f" engine.{key} is {value}. Leave engine.{key} out, or make the plan again"
+            )
+    return plan
+
+
+def _rounds(recipe: Recipe, given: Plan | None, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+    """(microbatches of a round, precision of the host gradients)."""
+    settings, accumulation = recipe.engine, recipe.train.gradient_accumulation_steps
+    if given is not None:
+        size, reason = given.num_microbatches, f"num_microbatches of engine.plan {settings.plan} is"
+    elif settings.num_microbatches is not None:
+        size, reason = settings.num_microbatches, "engine.num_microbatches is"
+    else:
+        size, reason = choose_num_microbatches(accumulation), "for engine.num_microbatches the planner chose"
+    return size, choose_gradient_dtype(settings.host_gradients, dtype, size, accumulation, reason)

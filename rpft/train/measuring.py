@@ -1,0 +1,263 @@
+"""What a job's layers, links and optimizer take on the machine at hand: measured, or as it was measured before."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import rpft
+from rpft.engine.device import Device
+from rpft.errors import UserError
+from rpft.model.functions import LayerFunctions
+from rpft.model.layout import align
+from rpft.optim.one_pass import OnePass, measured_rate
+from rpft.plan.profile import (
+    LayerMeter,
+    LayerProfile,
+    layers_by_kind,
+    measure_host_memory,
+    measure_link,
+    measure_links_together,
+    measure_slowdown,
+)
+from rpft.plan.profile_file import KindProfile, OtherLength, Profile, cached_path, find_cached, keep_cached
+from rpft.train.job import Job
+from rpft.train.rows import PAD_TO_MULTIPLE
+
+Say = Callable[[str], None]
+"""Takes a line for the person who waits."""
+
+_CPU_LINK_BYTES = 1 << 25
+"""What is copied to measure the CPU pool's way to its stand-ins: more than caches hold."""
+
+_CHECKED = (0.5, 1.0)
+"""Where among the blocks of the most common kind others are measured too."""
+
+
+@dataclass(frozen=True)
+class Workbench:
+    """A job on the workers at hand."""
+
+    job: Job
+    devices: list[Device]
+    functions: list[LayerFunctions]
+    """What runs the layers, one a device."""
+    one_pass: OnePass
+    """What updates them."""
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.devices[0].torch_device.type == "cuda"
+
+    def find_profile(self, say: Say, needed: bool, lengths: bool = False) -> Profile | None:
+        """The cached profile; or a new one if ``needed``, which the cache then gets; or None.
+
+        ``lengths``: see ``measure``.
+        """
+        conditions = self.conditions()
+        cached, fault = find_cached(conditions)
+        if fault is not None:
+            say(fault)
+        if cached is not None:
+            say(f"layers as they were measured before ({cached_path(conditions)})")
+            return cached
+        if not needed:
+            return None
+        return self.measure_and_keep(say, lengths=lengths)
+
+    def measure_and_keep(self, say: Say, lengths: bool = False, thorough: bool = False) -> Profile:
+        """A new profile, which the cache gets too; see ``measure``."""
+        profile = self.measure(self.conditions(), say, lengths, thorough)
+        fault = keep_cached(profile)
+        if fault is not None:
+            say(fault)
+        return profile
+
+    def conditions(self) -> dict[str, Any]:
+        """All that a measurement depends on."""
+        job, engine = self.job, self.job.recipe.engine
+        config = job.skeleton.model.config
+        return {
+            "machine": self._machine(),
+            "model": type(job.skeleton.model).__name__,
+            "layers": _digest(job),
+            "attention": getattr(config, "_attn_implementation", None),
+            "adapter": job.recipe.adapter and job.recipe.adapter.model_dump(mode="json"),
+            "dtype": str(job.dtype).removeprefix("torch."),
+            "gradients": str(job.gradient_dtype).removeprefix("torch."),
+            "kernels": job.kernels.kind,
+            "deterministic": engine.deterministic,
+            "rows": job.rows,
+            "sequence": job.data.longest,
+            "packed": job.recipe.data.packing,
+            "cpu_threads": engine.cpu_threads,
+            "emulate_link_gbps": engine.emulate_link_gbps,
+            "versions": {
+                "rpft": rpft.__version__,
+                "code": _code_mark(),
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+            },
+        }
+
+    def measure(
+        self, conditions: dict[str, Any], say: Say, lengths: bool = False, thorough: bool = False
+    ) -> Profile:
+        """Measures layers, links and optimizer; UserError where one layer alone is too much.
+
+        ``lengths``: also lines of two other lengths, for which layers may have to be compiled once more.
+        ``thorough``: also some positions, and the host's memory.
+        """
+        job, functions = self.job, self.functions[0]
+        sequence = job.data.longest
+        kinds = layers_by_kind(functions, len(job.layouts))
+        firsts = [layers[0] for layers in kinds]
+        compiled = "; they are compiled for it first" if job.kernels.kind == "compile" else ""
+        say(f"measuring the layers with {job.rows} x {sequence} tokens on {functions.device}{compiled}")
+        with self._enough_memory(sequence):
+            meter = self._meter(functions, sequence)
+            measured = [meter.measure(layer) for layer in firsts]
+            checks = {layer: meter.measure(layer) for layer in _positions(kinds)} if thorough else {}
+            slowdown = 1.0
+            if not self.on_cuda and len(self.functions) > 1:
+                meters = [self._meter(each, sequence) for each in self.functions]
+                slowdown = measure_slowdown(meters, kinds[1][0])
+            del meter
+        others = []
+        for other in self._other_lengths() if lengths else ():
+            say(f"and with {job.rows} x {other} tokens")
+            with self._enough_memory(other):
+                meter = self._meter(functions, other)
+                others.append(OtherLength(other, tuple(meter.measure(layer) for layer in firsts)))
+                del meter
+        if self.on_cuda:
+            torch.cuda.empty_cache()
+        links, together = self._links()
+        return Profile(
+            conditions=conditions,
+            kinds=tuple(map(self._kind, kinds, measured)),
+            links=links,
+            links_together=together,
+            updates=measured_rate(self.one_pass),
+            slowdown=slowdown,
+            host_memory=measure_host_memory() if thorough else None,
+            lengths=tuple(others),
+            checks=checks,
+        )
+
+    def _meter(self, functions: LayerFunctions, sequence: int) -> LayerMeter:
+        job = self.job
+        return LayerMeter(
+            functions,
+            job.layouts,
+            job.rows,
+            sequence,
+            job.shape.vocab_size,
+            dropout=job.has_dropout,
+            packed=job.recipe.data.packing,
+        )
+
+    def _kind(self, layers: tuple[int, ...], measured: LayerProfile) -> KindProfile:
+        first, last = layers[0], len(self.job.layouts) - 1
+        layout = self.job.layouts[first]
+        name = {0: "embedding", last: "head"}.get(first, "block")
+        gradient_bytes = layout.grad_elements * self.job.gradient_dtype.itemsize
+        return KindProfile(name, layers, layout.region_bytes, gradient_bytes, layout.num_trained, measured)
+
+    def _links(self) -> tuple[tuple[tuple[float, float], ...], tuple[tuple[float, float], ...]]:
+        """(each GPU's link alone, each with all the others); of the CPU pool one copy in RAM stands for all."""
+        if not self.on_cuda:
+            device = self.devices[0]
+            return (measure_link(device.torch_device, device.allocate_host, _CPU_LINK_BYTES),), ()
+        alone = [measure_link(device.torch_device, device.allocate_host) for device in self.devices]
+        together = []
+        if len(self.devices) > 1:
+            places = [device.torch_device for device in self.devices]
+            together = measure_links_together(places, self.devices[0].allocate_host)
+        emulated = self.job.recipe.engine.emulate_link_gbps
+        most = float("inf") if emulated is None else emulated * 1e9
+        alone, together = ([(min(up, most), min(down, most)) for up, down in some] for some in (alone, together))
+        return tuple(alone), tuple(together)
+
+    def _other_lengths(self) -> list[int]:
+        """Two lengths of about half and a quarter, to which some lines of the data are padded if any are."""
+        data, found = self.job.data, []
+        for part in (2, 4):
+            wanted = align(max(1, data.longest // part), PAD_TO_MULTIPLE)
+            near = min(data.pad_lengths, key=lambda length: abs(length - wanted))
+            length = wanted if near in (*found, data.longest) else near
+            if length < data.longest and length not in found:
+                found.append(length)
+        return found
+
+    @contextmanager
+    def _enough_memory(self, sequence: int) -> Iterator[None]:
+        device, rows = self.functions[0].device, self.job.rows
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"a single layer with a microbatch of {rows} x {sequence} tokens needs more memory than {device}"
+                " has or engine.vram_limit allows. Less is needed with a smaller train.micro_batch_size or"
+                f" data.max_seq_len ({str(error).splitlines()[0]})"
+            ) from error
+
+    def _machine(self) -> dict[str, Any]:
+        places = [device.torch_device for device in self.devices]
+        return {
+            "workers": [torch.cuda.get_device_name(place) if self.on_cuda else "CPU" for place in places],
+            "cuda": (torch.version.cuda or torch.version.hip) if self.on_cuda else None,
+            "processor": _processor(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        }
+
+
+def _positions(kinds: list[tuple[int, ...]]) -> list[int]:
+    """Blocks other than the measured one of the most common kind."""
+    layers = max(kinds[1:-1], key=len)
+    return sorted({layers[round(share * (len(layers) - 1))] for share in _CHECKED} - {layers[0]})
+
+
+def _digest(job: Job) -> str:
+    """Of the model's config and of every tensor's shape, precision and training; not of its name."""
+    config = job.skeleton.model.config.to_dict()
+    told = {key: value for key, value in config.items() if not key.startswith("_")}
+    told.pop("transformers_version", None)
+    tensors = [
+        [(list(b.shape), str(b.dtype), b.grad_offset is not None) for b in layout.bindings]
+        for layout in job.layouts
+    ]
+    text = json.dumps([told, tensors], sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _processor() -> str:
+    """The name of this machine's processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+@functools.cache
+def _code_mark() -> str:
+    """A digest of the code that runs the layers, the optimizer and the measurement."""
+    hashed, package = hashlib.blake2b(digest_size=16), Path(rpft.__file__).parent
+    folders = [sorted((package / name).glob("*.py")) for name in ("model", "optim")]
+    for path in [*folders[0], *folders[1], package / "plan" / "profile.py"]:
+        hashed.update(path.name.encode() + b"\0" + path.read_bytes())
+    return hashed.hexdigest()

@@ -1,0 +1,238 @@
+"""The plan of a job for a machine, at hand or described: stages, memory, how fast it should be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rpft.model.graphs import KernelKind
+from rpft.plan.bill import Bill, make_bill
+from rpft.plan.choose import choose_plan, step_shape
+from rpft.plan.costs import measured_costs
+from rpft.plan.machine import Machine, datasheet_profiles
+from rpft.plan.plan import Plan
+from rpft.plan.predict import Prediction, predict
+from rpft.plan.profile import LayerProfile
+from rpft.plan.profile_file import Profile
+from rpft.plan.simulate import ASSUMED_RATES, Rates, step_seconds
+from rpft.recipe.schema import Recipe
+from rpft.train.checkpoint import checkpoint_bytes
+from rpft.train.job import Job, made_for, read_job
+from rpft.train.kernels import KernelChoice
+from rpft.train.room import most_checkpoints
+
+MEMORY_NAMES = {
+    "vram_bytes": "each worker's memory",
+    "host_bytes": "RAM",
+    "pinned_bytes": "of that page-locked",
+    "disk_bytes": "disk: result and checkpoints",
+}
+"""For people, the keys of ``Planned.memory``."""
+
+_ENDLESS = 1 << 60
+"""Bytes that no run takes."""
+
+_WORTH_SAYING = 0.005
+"""Share of a step that more memory must save to be called a limit."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a job is planned for."""
+
+    name: str
+    num_workers: int
+    vram_bytes: int | None
+    """Of each worker; None where it has no memory of its own."""
+    ram_bytes: int
+    disk_bytes: int | None
+    """Free where the run writes; None where that is not known."""
+    rates: Rates
+    speeds: tuple[float, ...] | None = None
+    """Of each worker, over that of the one whose layers are known."""
+    page_locks: bool = True
+    """Whether copies to a worker need page-locked memory."""
+    whole_masters: bool = False
+    """Whether its optimizer needs masters apart from the working weights."""
+
+
+@dataclass
+class Planned(Job):
+    """A job with its plan."""
+
+    target: Target
+    profile: Profile | None
+    """What was measured, where it was."""
+    profiles: list[LayerProfile] | None
+    """What each layer takes at the longest line, measured or from a datasheet; None where nothing is known."""
+    separate_masters: bool
+    """As of the host store."""
+    plan: Plan
+    bill: Bill
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Of one checkpoint."""
+        return checkpoint_bytes(self.layouts, self.delayed)
+
+    @property
+    def num_checkpoints(self) -> int:
+        """On the disk at once, at most."""
+        return most_checkpoints(self.recipe, self.data.order.num_steps)
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """What the run takes of each kind of memory, in bytes; VRAM is of one worker."""
+        pinned = 0
+        if self.target.page_locks:
+            crossing = ("hidden states between stages", "kept for the backward")
+            gradients = self.gradient_dtype.itemsize
+            pinned = sum(layout.host_bytes + layout.grad_elements * gradients for layout in self.layouts)
+            pinned += sum(self.bill.host_parts[part] for part in crossing)
+        return {
+            "vram_bytes": self.bill.device,
+            "host_bytes": self.bill.host,
+            "pinned_bytes": pinned,
+            "disk_bytes": self.bill.result + self.num_checkpoints * self.checkpoint_bytes,
+        }
+
+    @property
+    def limits(self) -> dict[str, int | None]:
+        """What there is of each; None where there is no limit, or none is known."""
+        target = self.target
+        return {
+            "vram_bytes": target.vram_bytes,
+            "host_bytes": target.ram_bytes,
+            "pinned_bytes": None,
+            "disk_bytes": target.disk_bytes,
+        }
+
+    @property
+    def short_of(self) -> list[str]:
+        """The kinds of memory of which there is too little."""
+        limits = {name: limit for name, limit in self.limits.items() if limit is not None}
+        return [name for name, limit in limits.items() if self.memory[name] > limit]
+
+    @property
+    def fits(self) -> bool:
+        return not self.short_of
+
+    def prediction(self) -> Prediction | None:
+        """What a step should take with lines as long as the data's are on average; None where nothing is known."""
+        if self.profiles is None:
+            return None
+        padded, tokens = self.mean_step()
+        share = padded / (self.rows * self.data.longest)
+        if self.profile is not None:
+            profiles = self.profile.at(padded / self.rows)
+        else:
+            profiles = [scaled(profile, share) for profile in self.profiles]
+        work = replace(self.workload(profiles, self.separate_masters), max_tokens=round(padded))
+        costs = measured_costs(profiles, self.plan.keep_bytes_per_token)
+        target = self.target
+        shape = step_shape(self.layouts, work, costs, target.num_workers, self.rounds, target.speeds)
+        # A plan that was given may hold more microbatches than a round has.
+        in_round = -(-self.recipe.train.gradient_accumulation_steps // self.rounds)
+        return predict(replace(self.plan, num_microbatches=in_round), shape, target.rates, tokens)
+
+    def full_prediction(self) -> Prediction | None:
+        """``prediction``, with what memory costs: that takes another search for a plan."""
+        found = self.prediction()
+        if found is None:
+            return None
+        share = self.memory_saved_seconds() / self.full_step_seconds()
+        return replace(found, saved_seconds={**found.saved_seconds, "memory": share * found.step_seconds})
+
+    def memory_saved_seconds(self) -> float:
+        """By how much a full step would be shorter under the best plan for a machine without limits to memory."""
+        if self.profiles is None or self.given is not None:
+            return 0.0
+        vram = None if self.target.vram_bytes is None else _ENDLESS
+        endless = replace(self.target, vram_bytes=vram, ram_bytes=_ENDLESS)
+        saved = self.full_step_seconds() - plan_job(self, endless, self.profiles).full_step_seconds()
+        return saved if saved > _WORTH_SAYING * self.full_step_seconds() else 0.0
+
+    def full_step_seconds(self) -> float:
+        """What a step should take whose lines are all as long as the longest; what plans are compared by."""
+        assert self.profiles is not None
+        work = self.workload(self.profiles, self.separate_masters)
+        costs = measured_costs(self.profiles, self.plan.keep_bytes_per_token)
+        target = self.target
+        shape = step_shape(self.layouts, work, costs, target.num_workers, self.rounds, target.speeds)
+        return step_seconds(self.plan, shape, target.rates)
+
+    def about(self, prediction: Prediction | None) -> dict[str, Any]:
+        """What a plan file says beside the plan."""
+        return {
+            "rounds": self.rounds,
+            "predicted": prediction and prediction.as_dict(),
+            "memory": self.memory,
+            "fits": self.fits,
+            "made_for": made_for(self.skeleton),
+            "target": self.target.name,
+        }
+
+
+def plan_job(
+    job: Job, target: Target, profiles: Sequence[LayerProfile] | None, profile: Profile | None = None
+) -> Planned:
+    """Chooses the plan, unless one is given, and makes its bill; whether that fits is not asked here."""
+    separate_masters = job.delayed or target.whole_masters
+    work = job.workload(profiles, separate_masters)
+    plan = job.given or choose_plan(
+        job.layouts,
+        job.skeleton,
+        work,
+        target.num_workers,
+        job.num_microbatches,
+        job.recipe.engine.recompute,
+        target.vram_bytes,
+        target.ram_bytes,
+        ASSUMED_RATES if profiles is None else target.rates,
+        target.speeds,
+    )
+    return Planned(
+        **{name: getattr(job, name) for name in Job.__dataclass_fields__},
+        target=target,
+        profile=profile,
+        profiles=None if profiles is None else list(profiles),
+        separate_masters=separate_masters,
+        plan=plan,
+        bill=make_bill(plan, job.layouts, work),
+    )
+
+
+def plan_for_machine(recipe: Recipe, machine: Machine, name: str) -> Planned:
+    """The plan of a recipe for a machine that one need not have, from its datasheet."""
+    setting = recipe.engine.kernels
+    kernels: KernelKind = "compile" if setting == "auto" else setting
+    job = read_job(recipe, KernelChoice(kernels))
+    wanted = recipe.engine.workers
+    machine = machine if wanted is None else machine.with_workers(wanted)
+    work = job.workload(None, job.delayed)
+    profiles = datasheet_profiles(machine, job.layouts, job.skeleton, work, job.data.longest)
+    speeds = machine.speeds
+    target = Target(
+        name=name,
+        num_workers=machine.num_workers,
+        vram_bytes=min(machine.vram_bytes, recipe.engine.vram_limit or machine.vram_bytes),
+        ram_bytes=recipe.engine.ram_limit or machine.ram_bytes,
+        disk_bytes=None,
+        rates=machine.rates,
+        speeds=None if speeds is None else tuple(speeds),
+    )
+    return plan_job(job, target, profiles)
+
+
+def scaled(profile: LayerProfile, share: float) -> LayerProfile:
+    """``profile`` for a microbatch of so many times the tokens: everything grows with them."""
+    return LayerProfile(
+        profile.forward_seconds * share,
+        profile.backward_seconds * share,
+        round(profile.forward_bytes * share),
+        round(profile.backward_bytes * share),
+        round(profile.kept_bytes * share),
+        round(profile.kept_backward_bytes * share),
+        profile.keep_options,
+    )

@@ -1,0 +1,137 @@
+"""What other settings would do to memory and speed: each is planned, none is guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rpft.errors import UserError
+from rpft.model.layout import align
+from rpft.plan.bill import gib
+from rpft.recipe.schema import Adapter, Recipe
+from rpft.train.planning import MEMORY_NAMES, Planned, plan_job, scaled
+from rpft.train.rows import PAD_TO_MULTIPLE
+
+_WORTH_A_CHANGE = 0.01
+"""Share of the tokens a second that a setting must add to be worth naming."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A setting, as it would stand on the command line, and what came of it."""
+
+    setting: str
+    planned: Planned
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of lines that are all as long as the longest."""
+        return tokens_per_second(self.planned)
+
+
+@dataclass(frozen=True)
+class _Change:
+    setting: str
+    recipe: Recipe
+    longest: int | None = None
+    """To which lines would be cut, in tokens."""
+
+
+def smaller(planned: Planned, count: int = 3) -> list[Tried]:
+    """Those ``count`` settings that save most of the memory which ``planned`` is short of, the best first."""
+    short = {name: limit for name in planned.short_of if (limit := planned.limits[name])}
+
+    def saved(tried: Tried) -> float:
+        now = tried.planned.memory
+        return sum((planned.memory[name] - now[name]) / limit for name, limit in short.items())
+
+    found = [(saved(tried), tried) for tried in _tried(planned, _smaller_changes(planned))]
+    return [tried for gain, tried in sorted(found, key=lambda item: -item[0]) if gain > 0][:count]
+
+
+def advice(planned: Planned) -> str:
+    """``smaller`` in a sentence, without its full stop."""
+    found = []
+    for tried in smaller(planned):
+        now = tried.planned.memory
+        needs = ", ".join(f"{MEMORY_NAMES[name]} {gib(now[name])}" for name in planned.short_of)
+        found.append(f"{tried.setting} ({needs}{'; fits' if tried.planned.fits else ''})")
+    if not found:
+        return "None of the settings that were tried needs less"
+    return f"Of the settings that were tried alone these need least: {', '.join(found)}"
+
+
+def faster(planned: Planned) -> list[Tried]:
+    """Settings under which the job still fits and does more tokens a second, the best first."""
+    if planned.profiles is None:
+        return []
+    least = tokens_per_second(planned) * (1 + _WORTH_A_CHANGE)
+    fitting = (tried for tried in _tried(planned, _faster_changes(planned)) if tried.planned.fits)
+    found = [tried for tried in fitting if tried.tokens_per_second >= least]
+    return sorted(found, key=lambda tried: -tried.tokens_per_second)
+
+
+def tokens_per_second(planned: Planned) -> float:
+    """Of lines that are all as long as the longest: what plans are compared by."""
+    tokens = planned.rows * planned.data.longest * planned.recipe.train.gradient_accumulation_steps
+    return tokens / planned.full_step_seconds()
+
+
+def _tried(planned: Planned, changes: Iterator[_Change]) -> Iterator[Tried]:
+    for change in changes:
+        try:
+            job = planned.with_recipe(change.recipe, change.longest)
+        except UserError:  # contradicts another setting
+            continue
+        share = job.rows * job.data.longest / (planned.rows * planned.data.longest)
+        profiles = None if planned.profiles is None else [scaled(profile, share) for profile in planned.profiles]
+        yield Tried(change.setting, plan_job(job, planned.target, profiles))
+
+
+def _with(recipe: Recipe, section: str, **values: Any) -> Recipe:
+    return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=values)})
+
+
+def _smaller_changes(planned: Planned) -> Iterator[_Change]:
+    recipe, longest = planned.recipe, planned.data.longest
+    if recipe.adapter is None:
+        yield _Change("adapter.r=16", recipe.model_copy(update={"adapter": Adapter(r=16)}))
+    if recipe.model.dtype == "float32":
+        yield _Change("model.dtype=bfloat16", _with(recipe, "model", dtype="bfloat16"))
+    if planned.delayed:
+        yield _Change("optimizer.update=sync", _with(recipe, "optimizer", update="sync"))
+    if planned.rows > 1:
+        rows = planned.rows // 2
+        yield _Change(f"train.micro_batch_size={rows}", _with(recipe, "train", micro_batch_size=rows))
+    half = align(longest // 2, PAD_TO_MULTIPLE)
+    if half < longest:
+        yield _Change(f"data.max_seq_len={half}", _with(recipe, "data", max_seq_len=half), half)
+    fewer = _divisor(planned, planned.num_microbatches // 2)
+    if fewer:
+        yield _Change(f"engine.num_microbatches={fewer}", _with(recipe, "engine", num_microbatches=fewer))
+    for grain in {"layer", "stage"} - {planned.plan.recompute}:
+        yield _Change(f"engine.recompute={grain}", _with(recipe, "engine", recompute=grain))
+    if recipe.checkpoint.keep_last > 1:
+        yield _Change("checkpoint.keep_last=1", _with(recipe, "checkpoint", keep_last=1))
+    if not recipe.checkpoint.make_room:
+        yield _Change("checkpoint.make_room=true", _with(recipe, "checkpoint", make_room=True))
+
+
+def _faster_changes(planned: Planned) -> Iterator[_Change]:
+    recipe, accumulation = planned.recipe, planned.recipe.train.gradient_accumulation_steps
+    if not planned.delayed:
+        yield _Change("optimizer.update=delayed", _with(recipe, "optimizer", update="delayed"))
+    if planned.num_microbatches < accumulation:
+        more = _with(recipe, "engine", num_microbatches=accumulation)
+        yield _Change(f"engine.num_microbatches={accumulation}", more)
+    twice = _with(recipe, "train", gradient_accumulation_steps=2 * accumulation)
+    yield _Change(f"train.gradient_accumulation_steps={2 * accumulation}", twice)
+    if recipe.engine.recompute != "auto":
+        yield _Change("engine.recompute=auto", _with(recipe, "engine", recompute="auto"))
+
+
+def _divisor(planned: Planned, most: int) -> int | None:
+    """The largest divisor of the microbatches of a step up to ``most``."""
+    accumulation = planned.recipe.train.gradient_accumulation_steps
+    return next((m for m in range(most, 0, -1) if accumulation % m == 0), None)

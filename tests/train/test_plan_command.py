@@ -1,0 +1,221 @@
+"""`rpft plan` and `rpft profile`: what they print, write and refuse, and that `rpft train` uses it."""
+
+import json
+import os
+
+import pytest
+from support.recipes import run_rpft
+
+from rpft.plan import profile_file
+from rpft.plan.plan import read_plan
+from rpft.plan.profile_file import read_profile
+from rpft.recipe.load import load_recipe
+from rpft.train.measuring import Workbench
+from rpft.train.prepare import plan_here, prepare, set_up
+from rpft.train.tries import smaller
+
+DOCUMENTED = {"forward", "backward", "num_microbatches", "rounds", "recompute", "predicted", "memory", "fits"}
+MEMORY = {"vram_bytes", "host_bytes", "pinned_bytes", "disk_bytes"}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """An empty cache of profiles, for all tests here."""
+    folder = tmp_path_factory.mktemp("profiles")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profile_file, "cache_folder", lambda: folder)
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def made(project, cache):
+    return project("plans", "qwen3", eval_rows=0, sections={"engine": {"workers": 2}})
+
+
+@pytest.fixture(scope="module")
+def profiled(made):
+    """(project, what `rpft profile --json --out` printed, the file)."""
+    path = made.folder / "profile.json"
+    ran = run_rpft("profile", str(made.recipe), "--json", "--out", str(path))
+    assert ran.code == 0, ran.err
+    return made, ran, path
+
+
+@pytest.fixture
+def nothing_is_measured(monkeypatch):
+    monkeypatch.setattr(Workbench, "measure", lambda *arguments, **more: pytest.fail("measured"))
+
+
+def plan_json(made, *words):
+    ran = run_rpft("plan", str(made.recipe), *words, "--json")
+    assert ran.code == 0, ran.err
+    return json.loads(ran.out)
+
+
+def test_a_profile_has_every_layer_its_checks_two_more_lengths_and_all_rates(profiled):
+    _, ran, path = profiled
+    found = read_profile(path)
+    assert json.loads(ran.out) == json.loads(path.read_text())
+    assert [(kind.name, kind.layers) for kind in found.kinds] == [
+        ("embedding", (0,)),
+        ("block", (1, 2, 3, 4)),
+        ("head", (5,)),
+    ]
+    assert all(kind.measured.backward_seconds > 0 and kind.weight_bytes > 0 for kind in found.kinds)
+    assert sorted(found.checks) == [3, 4]
+    assert len({found.sequence, *(length.sequence for length in found.lengths)}) == 3
+    assert found.updates > 0
+    assert found.host_memory is not None
+    assert found.host_memory > 0
+    assert found.slowdown >= 1
+    assert {"machine", "model", "dtype", "kernels", "rows", "sequence", "versions"} <= found.conditions.keys()
+
+
+def test_the_table_of_a_profile_names_kinds_links_and_memory(profiled, monkeypatch):
+    made, _, path = profiled
+    monkeypatch.setattr(Workbench, "measure", lambda *arguments, **more: read_profile(path))
+    ran = run_rpft("profile", str(made.recipe))
+    assert ran.code == 0
+    for said in ("embedding 0", "block 1 of 4", "block 4", "head 5", "link, GB/s", "optimizer:", "host memory:"):
+        assert said in ran.out
+
+
+def test_a_plan_as_json_is_what_programs_rely_on_and_measures_nothing_twice(profiled, nothing_is_measured):
+    found = plan_json(profiled[0])
+    assert found.keys() >= DOCUMENTED
+    assert {"tokens_per_second", "step_seconds", "limited_by"} <= found["predicted"].keys()
+    assert found["predicted"]["limited_by"] in found["predicted"]["saved_seconds"]
+    assert found["memory"].keys() == MEMORY
+    assert found["fits"] is True
+    assert (found["num_microbatches"], found["rounds"]) == (4, 1)
+    assert found["forward"][0][0] == 0
+    assert found["backward"][0][1] == 5
+
+
+def test_the_plan_file_is_read_by_a_run_of_the_same_numbers(profiled, nothing_is_measured):
+    made = profiled[0]
+    path = made.folder / "made.json"
+    ran = run_rpft("plan", str(made.recipe), "--out", str(path))
+    assert ran.code == 0, ran.err
+    for said in (
+        "forward",
+        "fused",
+        "backward",
+        "RAM",
+        "page-locked",
+        "disk",
+        "tokens/s",
+        "limited by",
+        "more tokens",
+    ):
+        assert said in ran.out
+    assert f"engine.plan={path}" in ran.out
+    read_plan(path).check(6)
+    words = ("train.max_steps=2",)
+    assert (
+        made.train_well("given", f"engine.plan={path}", *words).numbers == made.train_well("own", *words).numbers
+    )
+
+
+def test_a_run_uses_the_cached_profile_and_leaves_profile_and_prediction(profiled, nothing_is_measured):
+    made, _, path = profiled
+    outcome = made.train_well("with profile", "train.max_steps=1")
+    assert read_profile(outcome.folder / "profile.json") == read_profile(path)
+    left = json.loads((outcome.folder / "plan.json").read_text())
+    assert left["predicted"]["step_seconds"] > 0
+    assert left["memory"].keys() == MEMORY
+    assert "predicted: " in made.train("dry", "--dry-run").out
+
+
+def test_a_torn_cached_profile_is_said_and_not_used(profiled, cache):
+    made = profiled[0]
+    path = profile_file.cached_path(set_up(load_recipe(made.recipe)).conditions())
+    whole = path.read_text()
+    path.write_text(whole[:100])
+    said = []
+    try:
+        assert prepare(load_recipe(made.recipe), said.append).profile is None
+    finally:
+        path.write_text(whole)
+    assert "it is not used" in said[0]
+    assert path.parent == cache
+
+
+@pytest.mark.parametrize(
+    "word", ["model.dtype=bfloat16", "engine.kernels=trace", "train.micro_batch_size=2", "engine.workers=1"]
+)
+def test_another_shape_precision_kernel_or_machine_is_another_profile(word, profiled):
+    recipe = profiled[0].recipe
+    before, after = (set_up(load_recipe(recipe, words)).conditions() for words in ([], [word]))
+    assert before != after
+
+
+def test_a_recipe_that_does_not_fit_says_what_would_and_ends_with_2(profiled, nothing_is_measured):
+    made = profiled[0]
+    ran = run_rpft("plan", str(made.recipe), "engine.ram_limit=1GiB")
+    assert ran.code == 2
+    assert "weights, gradients, optimizer state" in ran.out
+    error, *settings = ran.err.splitlines()[-4:]
+    assert error.startswith("error: this does not fit: too little RAM")
+    assert all("=" in line and "less" in line for line in settings)
+    assert plan_json(made, "engine.ram_limit=1GiB")["fits"] is False
+
+
+def test_the_settings_named_are_those_that_save_most_of_what_is_short(profiled, nothing_is_measured):
+    bench = set_up(load_recipe(profiled[0].recipe, ["engine.ram_limit=1GiB"]))
+    planned = plan_here(bench, bench.find_profile(lambda line: None, needed=True))
+    assert planned.short_of == ["host_bytes"]
+    found = smaller(planned)
+    needs = [tried.planned.memory["host_bytes"] for tried in found]
+    assert len(found) == 3
+    assert needs == sorted(needs)
+    assert needs[-1] < planned.memory["host_bytes"]
+    assert found[0].setting == "adapter.r=16"
+    words = ["engine.ram_limit=1GiB", found[1].setting]
+    bench = set_up(load_recipe(profiled[0].recipe, words))
+    assert plan_here(bench, None).memory["host_bytes"] == pytest.approx(needs[1], rel=0.01)
+
+
+def test_a_plan_for_a_machine_that_is_not_there_needs_no_gpu_and_fits_its_cards(profiled, nothing_is_measured):
+    made = profiled[0]
+    found = plan_json(made, "--machine", "8x4090", "engine.workers=null", "train.gradient_accumulation_steps=16")
+    assert (found["target"], found["num_microbatches"], found["rounds"]) == ("8x4090", 16, 1)
+    assert found["memory"]["pinned_bytes"] > 0
+    assert plan_json(made, "--machine", "8x4090", "engine.vram_limit=64KiB")["fits"] is False
+    refused = run_rpft("plan", str(made.recipe), "--machine", "2x5090", "engine.workers=3")
+    assert (refused.code, "engine.workers is 3" in refused.err) == (2, True)
+    unknown = run_rpft("plan", str(made.recipe), "--machine", "8x4080")
+    assert (unknown.code, "8x4090" in unknown.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "says"),
+    [
+        (
+            {"made_for": {"model": "LlamaForCausalLM", "blocks": 4}},
+            [],
+            "made for model LlamaForCausalLM, not Qwen3",
+        ),
+        ({"made_for": {"hidden_size": 128}}, [], "made for hidden_size 128, not 64"),
+        ({}, ["engine.num_microbatches=2"], "num_microbatches is 4 and engine.num_microbatches is 2"),
+        ({"recompute": "stage"}, ["engine.recompute=layer"], "recompute is stage and engine.recompute is layer"),
+    ],
+)
+def test_a_plan_that_does_not_fit_model_or_recipe_is_refused_with_the_difference(change, words, says, profiled):
+    made = profiled[0]
+    path = made.folder / "other.json"
+    path.write_text(json.dumps({**plan_json(made), **change}))
+    ran = made.train("refused", f"engine.plan={path}", *words)
+    assert ran.code == 2
+    assert says in ran.err
+    assert not os.path.exists(made.folder / "refused")
+
+
+def test_a_plan_that_does_not_fit_the_machine_is_refused_with_what_it_needs(profiled):
+    made = profiled[0]
+    path = made.folder / "whole.json"
+    path.write_text(json.dumps(plan_json(made)))
+    ran = made.train("refused", f"engine.plan={path}", "engine.ram_limit=1GiB")
+    assert ran.code == 2
+    assert "this run needs" in ran.err
+    assert "need least: adapter.r=16 (RAM " in ran.err
