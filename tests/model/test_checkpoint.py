@@ -55,12 +55,18 @@ def test_shards_are_read_as_one_file_is(tmp_path: Path) -> None:
     assert all(torch.equal(a.weights, b.weights) for a, b in zip(one.layers, many.layers, strict=True))
 
 
+def nearest_bfloat16(values: torch.Tensor) -> torch.Tensor:
+    """A tie goes away from zero; torch's own conversion takes the even neighbour."""
+    ties = (values.view(torch.int32) & 0xFFFF) == 0x8000
+    return torch.where(ties, values * (1 + 2**-10), values).bfloat16()
+
+
 def test_a_bf16_store_keeps_the_unrounded_value_of_an_fp32_file_as_master(tmp_path: Path) -> None:
     state = tiny_checkpoint(tmp_path, "qwen3").state_dict()
     store = load(tmp_path, torch.bfloat16).store
     for name in store.names():
         assert store.tensor(name).dtype == torch.bfloat16
-        assert torch.equal(store.tensor(name), state[name].bfloat16()), name
+        assert torch.equal(store.tensor(name), nearest_bfloat16(state[name])), name
         assert torch.equal(store.master(name), state[name]), name
     embedding = "model.embed_tokens.weight"
     assert not torch.equal(store.tensor(embedding).float(), state[embedding])

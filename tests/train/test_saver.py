@@ -11,6 +11,7 @@ from rpft import files
 from rpft.engine.failure import Failure
 from rpft.model.host_store import HostStore
 from rpft.model.layout import TensorSpec, build_layouts
+from rpft.plan.bill import RESULT_EXTRAS_BYTES
 from rpft.train import shards
 from rpft.train.checkpoint import CheckpointFolder
 from rpft.train.saver import Saver
@@ -178,7 +179,7 @@ def test_a_disk_too_small_for_the_checkpoints_is_refused_at_the_start_with_the_s
     runs, monkeypatch
 ):
     made, _ = runs("sync")
-    monkeypatch.setattr(files, "free_bytes", lambda path: 5 << 20)
+    monkeypatch.setattr(files, "free_bytes", lambda path: RESULT_EXTRAS_BYTES + (8 << 20))
     words = ("checkpoint.every_steps=1", "checkpoint.keep_last=5")
     ran = made.train("too small", *words)
     assert ran.code == 2
