@@ -61,7 +61,7 @@ class Prepared:
     """What runs the layers, one a device."""
     one_pass: OnePass
     """What updates the layers."""
-    separate_masters: bool
+    whole_masters: bool
     """As of the host store."""
     profiles: list[LayerProfile] | None
     """What each layer takes; None where nothing was measured."""
@@ -110,7 +110,7 @@ def prepare(recipe: Recipe, say: Say = lambda line: None) -> Prepared:
     one_pass = prepare_one_pass(num_threads=recipe.engine.cpu_threads)
     delayed = recipe.optimizer.update == "delayed"
     # torch's fused kernel wants whole masters: it would have to join and split what lies in two halves.
-    separate_masters = delayed or isinstance(one_pass, FusedPass)
+    whole_masters = isinstance(one_pass, FusedPass)
     work = Workload(
         shape,
         recipe.train.micro_batch_size * data.longest,
@@ -119,7 +119,7 @@ def prepare(recipe: Recipe, say: Say = lambda line: None) -> Prepared:
         kernels.kind,
         gradient_dtype,
         profiles,
-        separate_masters,
+        whole_masters,
     )
     vram = min((b for b in (device.memory_bytes() for device in devices) if b is not None), default=None)
     ram = recipe.engine.ram_limit or available_host_bytes()
@@ -142,7 +142,7 @@ def prepare(recipe: Recipe, say: Say = lambda line: None) -> Prepared:
         kernels,
         functions,
         one_pass,
-        separate_masters,
+        whole_masters,
         profiles,
         data,
         plan,
@@ -155,8 +155,7 @@ def _rates(device: Device, emulated_gbps: float | None, one_pass: OnePass) -> Ra
     up, down = measure_link(device.torch_device, device.allocate_host)
     if emulated_gbps is not None:
         up, down = min(up, emulated_gbps * 1e9), min(down, emulated_gbps * 1e9)
-    update = measured_rate(one_pass)
-    return Rates(up, down, update, 3 * update)
+    return Rates(up, down, measured_rate(one_pass))
 
 
 def _pool(settings: Engine) -> list[Device]:

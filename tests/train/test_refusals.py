@@ -1,12 +1,12 @@
 """What cannot run is refused with exit code 2 and one line that names the cause, before weights are read."""
 
 import json
-import shutil
 
 import pytest
 import torch
 from support.recipes import chats, write_jsonl, write_plan
 
+from rpft import files
 from rpft.model.checkpoint import Checkpoint
 
 
@@ -131,8 +131,7 @@ def test_a_folder_without_a_tokenizer_is_refused(fresh):
 
 
 def test_a_disk_too_small_for_the_result_is_refused_with_what_it_takes(llama, monkeypatch):
-    usage = shutil.disk_usage(llama.folder)._replace(free=1 << 20)
-    monkeypatch.setattr("rpft.plan.bill.shutil.disk_usage", lambda folder: usage)
+    monkeypatch.setattr(files, "free_bytes", lambda path: 1 << 20)
     check_refused(llama, ["output_dir", "1 MiB are free", "checkpoint"])
 
 

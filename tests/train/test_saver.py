@@ -178,7 +178,7 @@ def test_a_disk_too_small_for_the_checkpoints_is_refused_at_the_start_with_the_s
     runs, monkeypatch
 ):
     made, _ = runs("sync")
-    monkeypatch.setattr(files, "free_bytes", lambda path: 5 << 20)
+    monkeypatch.setattr(files, "free_bytes", lambda path: 40 << 20)
     words = ("checkpoint.every_steps=1", "checkpoint.keep_last=5")
     ran = made.train("too small", *words)
     assert ran.code == 2
