@@ -1,8 +1,8 @@
 """A protocol with one wait less is caught: the numbers differ, turn to NaN, or the run raises.
 
 Orders 2 to 4 are those of rpft/engine/controller.py. Order 1 holds where order 3 does, as long as an update starts
-with the norm of a whole step, so tests/optim/test_adamw.py shows it alone. Order 5 is no event: one thread makes all
-updates.
+with the norm of a whole step, so tests/optim/test_adamw.py shows it alone. Order 5 is no event: one thread makes
+all updates.
 """
 
 import pytest
