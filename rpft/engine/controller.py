@@ -117,6 +117,7 @@ class Controller:
         self._has_gradient = [layout.grad_elements > 0 for layout in self._layouts]
         self.first_trained = self._has_gradient.index(True)
         self._slots_dispatched = 0
+        assert not update_lag or all(x.second.numel() > 0 for x in store.layers if x.layout.num_trained > 0)
         self._copies = [WeightVersion.of(i, [happened() for _ in store.layers]) for i in range(1 + update_lag)]
         """What lies in each copy of the working weights."""
         self._latest = self._copies[0]
