@@ -23,7 +23,7 @@ from torch.optim.adamw import adamw
 from rpft.optim.one_pass import SPARE_CORES, CompiledPass, FusedPass, OnePass, prepare, scratch
 from rpft.optim.threads import openmp_threads, thread_counts
 
-BYTES_PER_PARAM = {"update": 26, "square sum": 2, "rounding": 6}
+BYTES_PER_PARAM = {"update": 26, "square sum": 2}
 
 
 def fused_with_copies(num_params: int) -> Callable[[], None]:
@@ -55,14 +55,12 @@ def fused_with_copies(num_params: int) -> Callable[[], None]:
 
 def ways(kernels: OnePass, num_params: int) -> dict[tuple[str, str], Callable[[], object]]:
     """What is measured, by (name, kind of work)."""
-    gradient, working = (torch.ones(num_params, dtype=torch.bfloat16) for _ in range(2))
-    master = torch.ones(num_params)
+    gradient = torch.ones(num_params, dtype=torch.bfloat16)
     return {
         ("one pass", "update"): scratch(kernels, num_params),
         ("fused in blocks (the fallback)", "update"): scratch(FusedPass(), num_params),
         ("fused + copies", "update"): fused_with_copies(num_params),
         ("square sum", "square sum"): lambda: kernels.square_sum([gradient]),
-        ("rounding", "rounding"): lambda: kernels.round_into(working, master),
     }
 
 

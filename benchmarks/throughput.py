@@ -35,7 +35,6 @@ from rpft.model.adapters import LoraSettings, initialise_lora, inject_lora
 from rpft.model.functions import LayerFunctions
 from rpft.model.host_store import HostStore
 from rpft.model.layers import build_layers
-from rpft.model.pages import zeroed_pages
 from rpft.model.skeleton import build_model, cut
 from rpft.optim.adamw import AdamW
 from rpft.optim.host_optimizer import HostOptimizer
@@ -199,7 +198,7 @@ def measure_rates(device: Device, one_pass: OnePass) -> Rates:
         f"link {up / 1e9:.0f} GB/s up, {down / 1e9:.0f} down;"
         f" optimizer {rate / 1e9:.2f} G parameters/s on {one_pass.num_threads} threads"
     )
-    return Rates(up, down, rate, 4 * rate)
+    return Rates(up, down, rate)
 
 
 class Run:
@@ -213,11 +212,9 @@ class Run:
         self.devices = model.pool(workers, link)
         delayed = update == "delayed"
         if delayed:
-            separate_masters(model.store)
+            add_copies(model.store, self.devices[0])
         max_tokens = step.size * step.sequence
-        work = Workload(
-            model.shape, max_tokens, step.microbatches, delayed, arguments.kernels, DTYPE, profiles, delayed
-        )
+        work = Workload(model.shape, max_tokens, step.microbatches, delayed, arguments.kernels, DTYPE, profiles)
         rates = model.rates
         if link:
             rates = replace(rates, up=min(rates.up, link * 1e9), down=min(rates.down, link * 1e9))
@@ -293,12 +290,11 @@ class Run:
         self.optimizer.close()
 
 
-def separate_masters(store: HostStore) -> None:
-    """What a delayed update needs of a store that was made for exact ones."""
+def add_copies(store: HostStore, device: Device) -> None:
+    """What delayed updates need of a store that was made for exact ones."""
     for layer in store.layers:
-        if layer.master_is_split:
-            master = zeroed_pages(4 * layer.layout.num_trained).view(torch.float32)
-            layer.master = master.copy_(layer.master_values())
+        if not layer.second.numel():
+            layer.second = device.allocate_host(layer.working.nbytes)
 
 
 def _print_profiles(profiles: list[LayerProfile]) -> None:

@@ -3,7 +3,7 @@
 A step's slots are built and queued in the order of the program, before any of them has run. Because every
 event is made here, in that order, who waits for whom is decided in one thread and can be read in one file:
 
-    1. the optimizer writes a layer's working weights after every upload of the old ones   (WeightVersion.readers)
+    1. the optimizer writes a layer's working weights after every upload of what lay there  (Update.replaced)
     2. an upload starts after that write                                                    (WeightVersion.written)
     3. the optimizer reads a layer's gradient after its download                            (Ticket.landed)
     4. the next download into the same gradient starts after that read                      (Ticket.read)
@@ -13,8 +13,7 @@ event is made here, in that order, who waits for whom is decided in one thread a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, field
 
 import torch
 
@@ -35,14 +34,16 @@ KeyedBatch = tuple[HostBatch, int | None]
 class WeightVersion:
     """The working weights between two updates, layer by layer."""
 
+    copy: int
+    """Of the store's copies the one that they lie in."""
     written: list[Event]
     """[layers]: complete when the layer holds this version."""
     readers: list[list[Event]]
     """[layers]: uploads of this version."""
 
     @staticmethod
-    def of(written: list[Event]) -> WeightVersion:
-        return WeightVersion(written, [[] for _ in written])
+    def of(copy: int, written: list[Event]) -> WeightVersion:
+        return WeightVersion(copy, written, [[] for _ in written])
 
 
 @dataclass
@@ -75,15 +76,13 @@ class Ticket:
 
 @dataclass
 class Update:
-    """An order to the optimizer: apply the gradients of ``ticket``, replacing weights ``before`` by ``after``."""
+    """An order to the optimizer: apply the gradients of ``ticket`` to ``before``, which gives ``after``."""
 
     ticket: Ticket
     before: WeightVersion
     after: WeightVersion
-    delayed: bool
-    """Whether a later step's slots, too, read ``before``, and wait for this step's gradients to be read."""
-    part: Literal["all", "masters", "working"] = "all"
-    """What to do now: of a delayed update, masters and moments alone, or the working weights that then remain."""
+    replaced: WeightVersion
+    """What lay where ``after`` is written: ``before`` itself, or, with delayed updates, the version before it."""
 
 
 class Controller:
@@ -100,9 +99,11 @@ class Controller:
         seed: int | None,
         update_lag: int,
         send_update: Callable[[Update], None],
+        lagging: bool = False,
     ) -> None:
         """``boundaries``, ``kept``: memory for hidden states, and for what blocks keep. ``seed`` places dropout,
-        None where the model has none. ``update_lag``: 0 sync, 1 delayed updates.
+        None where the model has none. ``update_lag``: 0 sync, 1 delayed updates, for a store with two copies.
+        ``lagging``: the first step is to read the second copy, weights of one update ago.
         """
         self._plan, self._store, self._workers = plan, store, workers
         self._boundaries, self._kept = boundaries, kept
@@ -116,9 +117,13 @@ class Controller:
         self._has_gradient = [layout.grad_elements > 0 for layout in self._layouts]
         self.first_trained = self._has_gradient.index(True)
         self._slots_dispatched = 0
-        self._weights = WeightVersion.of([happened() for _ in store.layers])
+        assert not update_lag or all(x.second.numel() > 0 for x in store.layers if x.layout.num_trained > 0)
+        self._copies = [WeightVersion.of(i, [happened() for _ in store.layers]) for i in range(1 + update_lag)]
+        """What lies in each copy of the working weights."""
+        self._latest = self._copies[0]
+        self._weights = self._copies[1] if lagging else self._latest
+        """What the next slots read."""
         self._gradients_read = [happened() for _ in store.layers]
-        self._pending: Update | None = None
 
     # -- what the training loop calls ----------------------------------------------------------------------
 
@@ -137,15 +142,12 @@ class Controller:
             tasks = [(b, self._key(step, start + i)) for i, b in enumerate(microbatches[start : start + size])]
             self._submit_round(tasks, ticket, first=start == 0, last=start + size >= len(microbatches))
         self._gradients_read = ticket.read
-        after = WeightVersion.of(
-            [Event() if t else old for t, old in zip(self._has_gradient, self._weights.written, strict=True)]
-        )
-        if self._update_lag == 0:
-            self._send_update(Update(ticket, self._weights, after, delayed=False))
-            self._weights = after
-        else:
-            self.flush()
-            self._pending = Update(ticket, self._weights, after, delayed=True)
+        before, number = self._latest, self._update_lag - self._latest.copy
+        written = [Event() if t else old for t, old in zip(self._has_gradient, before.written, strict=True)]
+        after = WeightVersion.of(number, written)
+        self._send_update(Update(ticket, before, after, self._copies[number]))
+        self._copies[number] = self._latest = after
+        self._weights = before if self._update_lag else after
         return ticket
 
     def submit_evaluation(self, microbatches: Sequence[HostBatch]) -> Losses:
@@ -159,24 +161,8 @@ class Controller:
         return losses
 
     def flush(self) -> None:
-        """Orders the update that a delayed mode still holds back, or what is left of it."""
-        if self._pending is not None:
-            update, self._pending = self._pending, None
-            self._send_update(update)
-            self._weights = update.after
-
-    def order_masters(self) -> None:
-        """Orders masters and moments of the update that a delayed mode holds back; working weights stay behind."""
-        if self._pending is not None and self._pending.part == "all":
-            self._send_update(replace(self._pending, part="masters"))
-            self._pending.part = "working"
-
-    def hold_back(self, step: int) -> None:
-        """For a store whose working weights lag behind its masters by the update of ``step``, as in mid-run."""
-        done = [happened() for _ in self._layouts]
-        ticket = Ticket(step, 0, done, done, Losses(), torch.zeros(len(done), dtype=torch.float64))
-        after = WeightVersion.of([Event() if has else happened() for has in self._has_gradient])
-        self._pending = Update(ticket, self._weights, after, delayed=True, part="working")
+        """Lets the next slots read the latest weights, also with delayed updates."""
+        self._weights = self._latest
 
     def _key(self, step: int, number: int) -> int | None:
         """Places the dropout of microbatch ``number`` of a step, whatever the round and the worker."""
@@ -300,13 +286,12 @@ class Controller:
                 stop = piece.stop
                 if layer in self._plan.resident and piece.layer == layer:
                     stop = self._layouts[layer].frozen_start
-                source = self._store.layers[piece.layer].weights[piece.start : stop]
-                if source.numel() == 0:
-                    continue
-                weights.append(
-                    WeightCopy(source, starts[layer][0] + piece.region_offset, self._weights.written[piece.layer])
-                )
-                self._weights.readers[piece.layer].append(uploaded)
+                start = starts[layer][0] + piece.region_offset
+                parts = self._store.layers[piece.layer].pieces(self._weights.copy, piece.start, stop)
+                written = self._weights.written[piece.layer]
+                weights += [WeightCopy(source, start + offset, written) for offset, source in parts]
+                if parts:
+                    self._weights.readers[piece.layer].append(uploaded)
         slot = Slot(self._slots_dispatched, kind, stage, segments, tasks, weights, uploaded, gradients, None, None)
         if losses is not None:
             slot.losses, slot.losses_ready = torch.zeros(len(tasks)), Event()

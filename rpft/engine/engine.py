@@ -42,9 +42,10 @@ class Engine:
         send_update: Callable[[Update], None],
         failure: Failure,
         delays: Delays,
+        lagging: bool = False,
     ) -> None:
         """``functions``: what runs the layers on each device. ``max_tokens``: rows x sequence of the largest
-        microbatch. ``update_lag``: 0 sync, 1 delayed updates.
+        microbatch. ``update_lag``: 0 sync, 1 delayed updates. ``lagging``: see ``Controller``.
 
         Every buffer of fixed size is allocated here; raises UserError for a plan that does not fit the model.
         """
@@ -83,6 +84,7 @@ class Engine:
             seed if has_dropout(skeleton.model) else None,
             update_lag,
             send_update,
+            lagging,
         )
 
     def submit_step(self, step: int, microbatches: Sequence[HostBatch]) -> Ticket:
@@ -101,16 +103,8 @@ class Engine:
         gc.freeze()
 
     def flush(self) -> None:
-        """Orders the update that a delayed mode still holds back."""
+        """Lets what is queued from now on read the latest weights, also with delayed updates."""
         self._controller.flush()
-
-    def order_masters(self) -> None:
-        """Orders what of a held-back update can be done without touching the working weights."""
-        self._controller.order_masters()
-
-    def hold_back(self, step: int) -> None:
-        """Says that the store's working weights lag behind its masters by the update of ``step``."""
-        self._controller.hold_back(step)
 
     def evaluate(self, microbatches: Sequence[HostBatch]) -> float:
         """The loss sum over the trained tokens of ``microbatches``, dropout off; blocks until it is known."""

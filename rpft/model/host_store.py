@@ -1,9 +1,9 @@
 """The host store: working weights, gradients, master weights and moments of every layer, flat in RAM.
 
 Per trained parameter in bfloat16: working weight 2 bytes, what its float32 master has beyond it 2, gradient 2 or
-4, two moments 8. In float32 the working weight is its own master. Where updates are delayed, masters are whole and
-apart, 4 bytes, since the old working weights are read while they change. A frozen parameter has its working weight
-only.
+4, two moments 8. In float32 the working weight is its own master. Where updates are delayed there are two copies
+of the working weights: an update reads one and writes the other, which no running step reads. A frozen parameter
+has its working weight only.
 """
 
 from __future__ import annotations
@@ -37,22 +37,40 @@ class HostLayer:
 
     layout: LayerLayout
     weights: torch.Tensor
+    second: torch.Tensor
+    """uint8: another copy of the trained part of ``weights``, or [0]."""
     gradient: torch.Tensor
     master: torch.Tensor
-    """[num_trained]: float32, or the int16 half that ``working`` lacks (model/split_float.py)."""
+    """[num_trained]: float32, or the int16 half that ``working`` lacks (model/split_float.py); [0] where the
+    working weights are float32 themselves."""
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
+    latest: int = 0
+    """The copy, 0 or 1, that belongs to the masters."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the trained working weights."""
+        return next((spec.dtype for spec, _ in self.layout.own.values() if spec.trained), torch.float32)
 
     @property
     def working(self) -> torch.Tensor:
-        """The trained part of ``weights`` as a flat tensor of the working dtype, [num_trained]."""
-        dtype = next((spec.dtype for spec, _ in self.layout.own.values() if spec.trained), torch.float32)
-        return self.weights[: self.layout.num_trained * dtype.itemsize].view(dtype)
+        """The trained working weights that belong to the masters, flat [num_trained]."""
+        return self.copy(self.latest)
 
-    @property
-    def master_is_working(self) -> bool:
-        """Whether the optimizer writes straight into the working weights."""
-        return self.layout.num_trained > 0 and self.master.data_ptr() == self.weights.data_ptr()
+    def copy(self, number: int) -> torch.Tensor:
+        """Copy ``number`` of the trained working weights, flat [num_trained]."""
+        return self.buffer(number, 0)[: self.layout.num_trained * self.dtype.itemsize].view(self.dtype)
+
+    def buffer(self, number: int, byte_offset: int) -> torch.Tensor:
+        """The buffer in which what lies at ``byte_offset`` of the layer lies for copy ``number``."""
+        return self.second if number == 1 and byte_offset < self.second.numel() else self.weights
+
+    def pieces(self, number: int, start: int, stop: int) -> list[tuple[int, torch.Tensor]]:
+        """Bytes ``start`` to ``stop`` of the layer for copy ``number``: (offset from ``start``, uint8) of each."""
+        middle = min(max(start, self.second.numel()), stop) if number == 1 else start
+        cuts = ((start, middle), (middle, stop))
+        return [(a - start, self.buffer(number, a)[a:b]) for a, b in cuts if a < b]
 
     @property
     def master_is_split(self) -> bool:
@@ -62,7 +80,9 @@ class HostLayer:
     def master_values(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Masters ``start`` to ``stop`` as float32, flat: for reading, since it may be a copy."""
         part = slice(start, stop)
-        return join(self.working[part], self.master[part]) if self.master_is_split else self.master[part]
+        if self.master_is_split:
+            return join(self.working[part], self.master[part])
+        return (self.working if self.dtype == torch.float32 else self.master)[part]
 
     def write_master(self, values: torch.Tensor, start: int = 0) -> None:
         """Stores ``values``, float32 and flat, as masters from ``start`` on, and rounded as working weights."""
@@ -70,9 +90,9 @@ class HostLayer:
         if self.master_is_split:
             split_into(self.working[part], self.master[part], values)
             return
-        self.master[part].copy_(values)
-        if not self.master_is_working:
-            self.working[part].copy_(values)
+        self.working[part].copy_(values)
+        if self.dtype != torch.float32:
+            self.master[part].copy_(values)
 
 
 class HostStore:
@@ -83,16 +103,17 @@ class HostStore:
         layouts: list[LayerLayout],
         allocate: HostAllocator = zeroed_pages,
         *,
-        separate_masters: bool = False,
+        two_copies: bool = False,
+        whole_masters: bool = False,
         gradient_dtype: torch.dtype = torch.float32,
     ) -> None:
         """Allocates every buffer. Weights and gradients cross the link and come from ``allocate``.
 
-        ``separate_masters``: masters are whole and apart from the working weights, which a delayed update needs:
-        it is computed while the old weights are still being read.
+        ``two_copies``: of the working weights, as delayed updates need them. ``whole_masters``: float32 masters of
+        bfloat16 weights, 2 bytes more, for an optimizer that would have to join and split halves.
         """
         self._allocate = allocate
-        self._separate_masters = separate_masters
+        self._two_copies, self._whole_masters = two_copies, whole_masters
         self.gradient_dtype = gradient_dtype
         with ThreadPoolExecutor(_ALLOCATING_THREADS, "allocator") as pool:
             self.layers: list[HostLayer] = list(pool.map(self._allocate_layer, layouts))
@@ -101,14 +122,12 @@ class HostStore:
     def _allocate_layer(self, layout: LayerLayout) -> HostLayer:
         weights = self._allocate(layout.host_bytes)
         gradient = self._allocate(layout.grad_elements * self.gradient_dtype.itemsize).view(self.gradient_dtype)
-        state_bytes = layout.num_trained * 4
-        size = _master_itemsize(layout, self._separate_masters)
-        if size == 0:
-            master = weights[:state_bytes].view(torch.float32)
-        else:
-            master = zeroed_pages(layout.num_trained * size).view(torch.float32 if size == 4 else torch.int16)
-        exp_avg, exp_avg_sq = (zeroed_pages(state_bytes).view(torch.float32) for _ in range(2))
-        return HostLayer(layout, weights, gradient, master, exp_avg, exp_avg_sq)
+        trained_bytes, master_bytes = _trained_bytes(layout, self._whole_masters)
+        copies = self._two_copies and trained_bytes > 0
+        second = self._allocate(trained_bytes) if copies else torch.empty(0, dtype=torch.uint8)
+        master = zeroed_pages(master_bytes).view(torch.int16 if master_bytes == trained_bytes else torch.float32)
+        exp_avg, exp_avg_sq = (zeroed_pages(layout.num_trained * 4).view(torch.float32) for _ in range(2))
+        return HostLayer(layout, weights, second, gradient, master, exp_avg, exp_avg_sq)
 
     def __contains__(self, name: str) -> bool:
         return name in self._layer_of
@@ -124,7 +143,12 @@ class HostStore:
         """The working tensor ``name``, a view of its host buffer."""
         layer = self.layers[self._layer_of[name]]
         spec, offset = layer.layout.own[name]
-        return spec.view_in(layer.weights, offset)
+        return spec.view_in(layer.buffer(layer.latest, offset), offset)
+
+    def lagging_tensor(self, name: str) -> torch.Tensor:
+        """The working tensor ``name`` of one update ago, in a store of two copies."""
+        layer, start, spec = self._trained(name)
+        return layer.copy(1 - layer.latest)[start : start + spec.num_elements].view(spec.shape)
 
     def layer_weights(self, layer: int) -> dict[str, torch.Tensor]:
         """Every tensor that the functions of ``layer`` use, borrowed ones too: views of the host buffers."""
@@ -133,7 +157,8 @@ class HostStore:
         for b in layout.bindings:
             piece = next(p for p in layout.weight_pieces if 0 <= b.byte_offset - p.region_offset < p.length)
             start = piece.start + b.byte_offset - piece.region_offset
-            weights[b.name] = b.view_in(self.layers[piece.layer].weights, start)
+            owner = self.layers[piece.layer]
+            weights[b.name] = b.view_in(owner.buffer(owner.latest, start), start)
         return weights
 
     def trained_view(self, name: str, flat: str) -> torch.Tensor:
@@ -176,21 +201,24 @@ class HostStore:
         return sum(s.num_elements for layer in self.layers for s, _ in layer.layout.own.values())
 
 
-def _master_itemsize(layout: LayerLayout, separate_masters: bool) -> int:
-    """Bytes that a trained parameter's master takes beside its working weight."""
-    dtype = next((spec.dtype for spec, _ in layout.own.values() if spec.trained), None)
-    if separate_masters or dtype == torch.float16:
-        return 4
-    return 2 if dtype == torch.bfloat16 else 0
+def _trained_bytes(layout: LayerLayout, whole_masters: bool) -> tuple[int, int]:
+    """Bytes of a layer's trained working weights, and of what their masters are beside them."""
+    dtype = next((spec.dtype for spec, _ in layout.own.values() if spec.trained), torch.float32)
+    size = 0 if dtype == torch.float32 else 4 if whole_masters or dtype == torch.float16 else 2
+    return layout.num_trained * dtype.itemsize, layout.num_trained * size
 
 
 def store_bytes(
-    layouts: list[LayerLayout], separate_masters: bool = False, gradient_dtype: torch.dtype = torch.float32
+    layouts: list[LayerLayout],
+    gradient_dtype: torch.dtype = torch.float32,
+    *,
+    two_copies: bool = False,
+    whole_masters: bool = False,
 ) -> int:
     """Host bytes that a store of these layouts takes, exactly."""
     total = 0
     for layout in layouts:
+        trained_bytes, master_bytes = _trained_bytes(layout, whole_masters)
         gradient = layout.grad_elements * gradient_dtype.itemsize
-        state = layout.num_trained * (8 + _master_itemsize(layout, separate_masters))
-        total += layout.host_bytes + gradient + state
+        total += layout.host_bytes + two_copies * trained_bytes + gradient + master_bytes + layout.num_trained * 8
     return total

@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 
 from rpft.model.host_store import HostLayer
+from rpft.optim.kernels import Weights
 from rpft.optim.one_pass import OnePass
 
 BorrowedGradient = tuple[slice, torch.Tensor]
@@ -31,21 +32,21 @@ class AdamW:
         learning_rate: float,
         updates_before: int,
         gradient_divisor: float,
-        write_working: bool,
+        source: int = 0,
+        target: int = 0,
     ) -> None:
         """One update of masters and moments from the layer's gradient and ``borrowed``, over ``gradient_divisor``.
 
-        ``updates_before`` is the number of updates that the layer has had, for the bias correction. The working
-        weights are written too with ``write_working``, or where they are their own masters.
+        ``updates_before`` is the number of updates that the layer has had, for the bias correction. ``source`` is
+        the copy of the working weights that belongs to the masters, ``target`` the one that will.
         """
-        working = layer.working if write_working and not layer.master_is_working else None
+        before, after = layer.copy(source), layer.copy(target)
         for part, gradients in gradient_parts(layer, borrowed):
             kernels.adamw_pass(
                 gradients,
-                layer.master[part],
+                Weights(before[part], after[part], layer.master[part] if len(layer.master) else None),
                 layer.exp_avg[part],
                 layer.exp_avg_sq[part],
-                None if working is None else working[part],
                 learning_rate=learning_rate,
                 betas=self.betas,
                 eps=self.eps,
@@ -53,6 +54,7 @@ class AdamW:
                 updates_before=updates_before,
                 gradient_divisor=gradient_divisor,
             )
+        layer.latest = target
 
 
 def gradient_parts(

@@ -93,9 +93,6 @@ class HostOptimizer:
     # -- the thread ----------------------------------------------------------------------------------------
 
     def _complete(self, update: Update) -> None:
-        if update.part == "working":
-            self._publish_all(update, [layer.layout.num_trained > 0 for layer in self._store.layers])
-            return
         result = self._apply(update)
         with self._changed:
             self._results[result.step] = result
@@ -118,28 +115,13 @@ class HostOptimizer:
             self._skipped_in_a_row += 1
         else:
             self._skipped_in_a_row = 0
-        changed = [layer.layout.num_trained > 0 and not skipped for layer in self._store.layers]
-        for index in range(len(changed)):
-            if changed[index]:
-                self._update_layer(update, index, rate, norm)
+        for index, layer in enumerate(self._store.layers):
+            if layer.layout.num_trained > 0:
+                self._write_layer(update, index, None if skipped else rate, norm)
             ticket.read[index].set()
-            if not update.delayed:
-                self._announce(update, index)
-        if update.delayed and update.part == "all":
-            self._publish_all(update, changed)
+            update.after.written[index].set()
         self.updates_applied += not skipped
         return UpdateResult(ticket.step, loss_sum, rate, norm, skipped, self._skipped_in_a_row, self.skipped_steps)
-
-    def _publish_all(self, update: Update, changed: list[bool]) -> None:
-        """Writes the working weights of a delayed update.
-
-        The step that runs must bring down all its gradients before the last of its uploads can be, so no upload is
-        waited for until every layer's gradient is used up; then in the order of its uploads.
-        """
-        for index in reversed(range(len(changed))):
-            if changed[index]:
-                self._publish(update, index)
-            self._announce(update, index)
 
     def _gradient_norm(self, update: Update) -> float:
         """Norm of the gradient sum. Workers have squared their layers' gradients, all but those with two uses."""
@@ -160,15 +142,17 @@ class HostOptimizer:
             return 1.0
         return min(1.0, self._max_grad_norm / (norm + 1e-6))
 
-    def _update_layer(self, update: Update, index: int, rate: float, norm: float) -> None:
-        """Updates a layer's masters and moments, and its working weights unless these are held back."""
-        layer = self._store.layers[index]
-        if not update.delayed:
-            self._wait(update.before.readers[index])
-        assert not (update.delayed and (layer.master_is_working or layer.master_is_split)), (
-            "a delayed update needs masters of its own"
-        )
+    def _write_layer(self, update: Update, index: int, rate: float | None, norm: float) -> None:
+        """Updates a layer's masters, moments and working weights; without a ``rate`` it keeps what it has."""
+        layer, source, target = self._store.layers[index], update.before.copy, update.after.copy
+        if rate is None and source == target:
+            return
+        self._wait(update.replaced.readers[index])
         self._before_update(update.ticket.step, index)
+        if rate is None:
+            layer.copy(target).copy_(layer.copy(source))
+            layer.latest = target
+            return
         divisor = update.ticket.trained_tokens / self._clip_coefficient(norm)
         with span(f"update of layer {index}"):
             self._algorithm.update(
@@ -178,22 +162,9 @@ class HostOptimizer:
                 rate,
                 self.updates_applied,
                 divisor,
-                write_working=not update.delayed,
+                source,
+                target,
             )
-
-    def _publish(self, update: Update, index: int) -> None:
-        """Writes a layer's working weights that were held back, when nobody reads the old ones any more."""
-        self._wait(update.before.readers[index])
-        # The old working weights and the masters of this step are one state, which only the next step may change.
-        self._before_update(update.ticket.step + 1, index)
-        layer = self._store.layers[index]
-        with span(f"publishing of layer {index}"):
-            self._kernels.round_into(layer.working, layer.master)
-
-    def _announce(self, update: Update, index: int) -> None:
-        """The layer holds the new version, or what it keeps of the old one as soon as it holds that."""
-        self._wait([update.before.written[index]])
-        update.after.written[index].set()
 
 
 def _borrowed_gradients(store: HostStore) -> list[list[BorrowedGradient]]:

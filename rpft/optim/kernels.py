@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +35,17 @@ def compiler() -> list[str] | None:
     return next((found for found in (words, ["g++"], ["clang++"]) if found and shutil.which(found[0])), None)
 
 
+class Weights(NamedTuple):
+    """Weights of an update, flat [n]."""
+
+    before: Tensor
+    """Working weights."""
+    after: Tensor
+    """What becomes of them; may be ``before`` itself."""
+    master: Tensor | None
+    """float32; or int16, the half that working weights of bfloat16 lack; or None, where they are float32."""
+
+
 class CompiledKernels:
     """The loops of one_pass.cpp over contiguous host tensors [n]; what they take is not checked again."""
 
@@ -41,32 +53,32 @@ class CompiledKernels:
         """Compiles; OSError where there is no compiler or it fails."""
         library = _build(files("rpft.optim").joinpath("one_pass.cpp").read_text(encoding="utf-8"))
         self._adamw, self._square_sums = library.adamw, library.square_sums
-        self._adamw.argtypes = [_LONG, _POINTER, _POINTER, _INT, *[_POINTER] * 6]
+        self._adamw.argtypes = [_LONG, _POINTER, _POINTER, _INT, *[_POINTER] * 7]
         self._square_sums.argtypes = [_LONG, _LONG, _POINTER, _POINTER, _INT, _POINTER]
         self._adamw.restype = self._square_sums.restype = None
 
     def adamw(
         self,
         gradients: Sequence[Tensor],
-        master: Tensor,
+        weights: Weights,
         exp_avg: Tensor,
         exp_avg_sq: Tensor,
-        working: Tensor | None,
         numbers: Tensor,
     ) -> None:
         """AdamW with ``numbers``, float32 [8]: the scale of the gradient, what weight decay leaves, 1 - beta1,
         beta2, 1 - beta2, the learning rate and the root of the second moment both with their bias correction, eps.
 
-        ``gradients``: one or two, float32 or bfloat16. ``master``: float32, or int16 beside ``working``, which is
-        bfloat16 or, where the master is whole, None.
+        ``gradients``: one or two, float32 or bfloat16. Working weights of float16 are not written.
         """
-        split = master.dtype == torch.int16
+        master, split = weights.master, weights.master is not None and weights.master.dtype == torch.int16
+        written = weights.after.dtype != torch.float16
         self._adamw(
-            len(master),
+            len(weights.after),
             *_of_gradients(gradients),
-            None if split else master.data_ptr(),
-            None if working is None else working.data_ptr(),
-            master.data_ptr() if split else None,
+            weights.before.data_ptr(),
+            weights.after.data_ptr() if written else None,
+            None if master is None or split else master.data_ptr(),
+            master.data_ptr() if master is not None and split else None,
             exp_avg.data_ptr(),
             exp_avg_sq.data_ptr(),
             numbers.data_ptr(),

@@ -41,11 +41,12 @@ struct TwoUses {
     float operator()(int64_t i) const { return widened(first[i]) + widened(second[i]); }
 };
 
-// Where a float32 master lies, and what else becomes of it when it is written.
+// Where a float32 master is read and written, and what else becomes of it. What is written may be what was read.
 struct Alone {
-    float* master;
-    float read(int64_t i) const { return master[i]; }
-    void write(int64_t i, float value) const { master[i] = value; }
+    const float* before;
+    float* after;
+    float read(int64_t i) const { return before[i]; }
+    void write(int64_t i, float value) const { after[i] = value; }
 };
 
 struct WithWorking {
@@ -62,15 +63,16 @@ struct WithWorking {
 
 // model/split_float.py says what this is.
 struct Split {
-    uint16_t* working;
+    const uint16_t* before;
+    uint16_t* after;
     uint16_t* remainder;
     float read(int64_t i) const {
-        return as_float((uint32_t(working[i]) << 16) + uint32_t(int32_t(int16_t(remainder[i]))));
+        return as_float((uint32_t(before[i]) << 16) + uint32_t(int32_t(int16_t(remainder[i]))));
     }
     void write(int64_t i, float value) const {
         const uint32_t bits = as_bits(value);
         const uint32_t high = (bits + 0x8000u) >> 16;
-        working[i] = uint16_t(high);
+        after[i] = uint16_t(high);
         remainder[i] = uint16_t(bits - (high << 16));
     }
 };
@@ -128,20 +130,25 @@ void with_gradients(const void* first, const void* second, int bfloat16, Use use
 
 }  // namespace
 
-// Null: `second`, a gradient with one use; `working`, none is written; `remainder`, `master` is whole; and `master`
-// where `working` and `remainder` are it.
-extern "C" void adamw(int64_t n, const void* first, const void* second, int bfloat16_gradients, float* master,
-                      uint16_t* working, uint16_t* remainder, float* exp_avg, float* exp_avg_sq,
+// Null: `second`, a gradient with one use; `remainder`, masters are whole. `before` and `after` are working weights: of
+// bfloat16, or, where there is no `master`, of float32, which are masters themselves. Null `after`: none are written.
+extern "C" void adamw(int64_t n, const void* first, const void* second, int bfloat16_gradients, const void* before,
+                      void* after, float* master, uint16_t* remainder, float* exp_avg, float* exp_avg_sq,
                       const float* numbers) {
     Numbers k;
     std::memcpy(&k, numbers, sizeof k);
     with_gradients(first, second, bfloat16_gradients, [&](auto gradients) {
+        auto* working = static_cast<uint16_t*>(after);
         if (remainder) {
-            update(n, gradients, Split{working, remainder}, exp_avg, exp_avg_sq, k);
+            const auto* old = static_cast<const uint16_t*>(before);
+            update(n, gradients, Split{old, working, remainder}, exp_avg, exp_avg_sq, k);
+        } else if (!master) {
+            const auto* old = static_cast<const float*>(before);
+            update(n, gradients, Alone{old, static_cast<float*>(after)}, exp_avg, exp_avg_sq, k);
         } else if (working) {
             update(n, gradients, WithWorking{master, working}, exp_avg, exp_avg_sq, k);
         } else {
-            update(n, gradients, Alone{master}, exp_avg, exp_avg_sq, k);
+            update(n, gradients, Alone{master, master}, exp_avg, exp_avg_sq, k);
         }
     });
 }

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from rpft.model.split_float import join, split_into
-from rpft.optim.kernels import SQUARES_ROW, CompiledKernels
+from rpft.optim.kernels import SQUARES_ROW, CompiledKernels, Weights
 from rpft.optim.threads import choose, measure, openmp_threads, thread_counts
 
 logger = logging.getLogger(__name__)
@@ -78,10 +78,9 @@ class OnePass(ABC):
     def adamw_pass(
         self,
         gradients: Sequence[Tensor],
-        master: Tensor,
+        weights: Weights,
         exp_avg: Tensor,
         exp_avg_sq: Tensor,
-        working: Tensor | None,
         *,
         learning_rate: float,
         betas: tuple[float, float],
@@ -93,25 +92,21 @@ class OnePass(ABC):
         """One update, as ``torch.optim.AdamW`` does it (Loshchilov and Hutter, arXiv 1711.05101).
 
         The gradient is the float32 sum of ``gradients``, which are not modified, over ``gradient_divisor``.
-        ``master``, ``exp_avg`` and ``exp_avg_sq``, float32, are updated in place; ``working`` becomes the master
-        rounded to nearest even. Where ``master`` is int16, it and ``working``, bfloat16, are the master in two
+        Masters, ``exp_avg`` and ``exp_avg_sq``, float32, are updated in place; ``weights.after`` becomes the
+        masters rounded to nearest, a tie to even where they are whole and away from zero where they lie in two
         halves (model/split_float.py). ``updates_before`` counts the updates so far, for the bias correction. No
         element's result depends on the number of threads.
         """
+        before, after, master = weights
         assert exp_avg.dtype == exp_avg_sq.dtype == torch.float32
-        assert master.dtype == torch.float32 or (
-            master.dtype == torch.int16 and working is not None and working.dtype == torch.bfloat16
-        )
-        _assert_flat([*gradients, master, exp_avg, exp_avg_sq, *([] if working is None else [working])])
-        if len(master) > 0:
+        assert before.dtype == after.dtype
+        if master is None or master.dtype == torch.int16:
+            assert after.dtype == (torch.float32 if master is None else torch.bfloat16)
+        _assert_flat([*gradients, before, after, exp_avg, exp_avg_sq, *([] if master is None else [master])])
+        if len(after) > 0:
             numbers = _Numbers(learning_rate, betas, eps, weight_decay, updates_before, gradient_divisor)
             with openmp_threads(self.num_threads):
-                self._update(gradients, master, exp_avg, exp_avg_sq, working, numbers)
-
-    def round_into(self, working: Tensor, master: Tensor) -> None:
-        """``working`` becomes ``master`` rounded to nearest even."""
-        with openmp_threads(self.num_threads):
-            working.copy_(master)
+                self._update(gradients, weights, exp_avg, exp_avg_sq, numbers)
 
     def square_sum(self, gradients: Sequence[Tensor]) -> float:
         """The sum of the squares of the sum of ``gradients``; not finite when an element of it is not.
@@ -132,10 +127,9 @@ class OnePass(ABC):
     def _update(
         self,
         gradients: Sequence[Tensor],
-        master: Tensor,
+        weights: Weights,
         exp_avg: Tensor,
         exp_avg_sq: Tensor,
-        working: Tensor | None,
         numbers: _Numbers,
     ) -> None: ...
 
@@ -153,16 +147,15 @@ class CompiledPass(OnePass):
     def _update(
         self,
         gradients: Sequence[Tensor],
-        master: Tensor,
+        weights: Weights,
         exp_avg: Tensor,
         exp_avg_sq: Tensor,
-        working: Tensor | None,
         numbers: _Numbers,
     ) -> None:
-        half = working is not None and working.dtype == torch.float16  # has no loop: torch rounds the master
-        self._kernels.adamw(gradients, master, exp_avg, exp_avg_sq, None if half else working, numbers.tensor())
-        if working is not None and half:
-            working.copy_(master)
+        self._kernels.adamw(gradients, weights, exp_avg, exp_avg_sq, numbers.tensor())
+        if weights.after.dtype == torch.float16:  # has no loop: torch rounds the master
+            assert weights.master is not None
+            weights.after.copy_(weights.master)
 
     def _rows_square_sum(self, gradients: Sequence[Tensor]) -> float:
         return _sum_in_double(self._kernels.square_sums(gradients))
@@ -177,19 +170,20 @@ class FusedPass(OnePass):
     def _update(
         self,
         gradients: Sequence[Tensor],
-        master: Tensor,
+        weights: Weights,
         exp_avg: Tensor,
         exp_avg_sq: Tensor,
-        working: Tensor | None,
         numbers: _Numbers,
     ) -> None:
         for part, gradient in self._summed(gradients):
-            weights, halves = master[part], None
-            if working is not None and master.dtype == torch.int16:
-                halves = working[part], master[part]
-                weights = join(*halves)
+            before, after = weights.before[part], weights.after[part]
+            master = None if weights.master is None else weights.master[part]
+            if master is None:
+                values = after.copy_(before)
+            else:
+                values = join(before, master) if master.dtype == torch.int16 else master
             adamw(
-                [weights],
+                [values],
                 [gradient.div_(numbers.gradient_divisor)],
                 [exp_avg[part]],
                 [exp_avg_sq[part]],
@@ -204,10 +198,10 @@ class FusedPass(OnePass):
                 eps=numbers.eps,
                 maximize=False,
             )
-            if halves is not None:
-                split_into(*halves, weights)
-            elif working is not None:
-                working[part].copy_(weights)
+            if master is not None and master.dtype == torch.int16:
+                split_into(after, master, values)
+            else:
+                after.copy_(values)
 
     def _rows_square_sum(self, gradients: Sequence[Tensor]) -> float:
         return sum(
@@ -249,13 +243,12 @@ def scratch(kernels: OnePass, num_params: int = _SCRATCH_ELEMENTS) -> Callable[[
     """A pass over ``num_params`` made-up parameters in bfloat16, to be measured."""
     exp_avg, exp_avg_sq = (torch.ones(num_params, dtype=torch.float32) for _ in range(2))
     gradient, working = (torch.ones(num_params, dtype=torch.bfloat16) for _ in range(2))
-    master = torch.zeros(num_params, dtype=torch.int16)
+    weights = Weights(working, working, torch.zeros(num_params, dtype=torch.int16))
     return lambda: kernels.adamw_pass(
         [gradient],
-        master,
+        weights,
         exp_avg,
         exp_avg_sq,
-        working,
         learning_rate=1e-3,
         betas=(0.9, 0.999),
         eps=1e-8,

@@ -74,7 +74,7 @@ class Workload:
     """Of the host gradients."""
     profiles: Sequence[LayerProfile] | None = None
     """What each layer was measured to take; None where nothing was."""
-    separate_masters: bool = False
+    whole_masters: bool = False
     """As of the host store."""
 
 
@@ -86,7 +86,9 @@ def make_bill(plan: Plan, layouts: list[LayerLayout], work: Workload) -> Bill:
     crossings = len(kept | {stage.first for stage in plan.forward} | {plan.fused.first}) + 2
     kept_blocks = sum(1 for layout in layouts[1 : plan.fused.first] if layout.layer >= _first_trained(layouts))
     host = {
-        "weights, gradients, optimizer state": store_bytes(layouts, work.separate_masters, work.gradient_dtype),
+        "weights, gradients, optimizer state": store_bytes(
+            layouts, work.gradient_dtype, two_copies=work.delayed, whole_masters=work.whole_masters
+        ),
         "hidden states between stages": crossings * plan.num_microbatches * boundary,
         "kept for the backward": kept_blocks * plan.num_microbatches * plan.keep_bytes_per_token * max_tokens,
         "process": _PROCESS_BYTES + (_COMPILER_BYTES if work.kernels == "compile" else 0),

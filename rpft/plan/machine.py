@@ -33,9 +33,6 @@ _UPDATE_SHARE = 0.75
 """Of the host's memory bandwidth, what the optimizer's pass over 26 bytes a parameter reaches."""
 
 _UPDATES_OF_A_CORE = 5e8
-_PUBLISHED = 3
-"""How many working weights are written in the time of an update."""
-
 _KEPT_BY_CUDA = 0.06
 """Of a card's memory: context, libraries, what the allocator cannot use."""
 
@@ -105,8 +102,8 @@ class Machine(Section):
         update = min(_UPDATES_OF_A_CORE * host.cores, _UPDATE_SHARE * host.memory_gbps * 1e9 / _UPDATE_BYTES)
         shared = self.shared_link
         if shared is None or shared.gbps * 1e9 >= shared.gpus * link:
-            return Rates(link, link, update, _PUBLISHED * update)
-        return Rates(link, link, update, _PUBLISHED * update, shared.gpus, link / (shared.gbps * 1e9))
+            return Rates(link, link, update)
+        return Rates(link, link, update, shared.gpus, link / (shared.gbps * 1e9))
 
     def with_workers(self, count: int) -> Machine:
         """This machine with its first ``count`` cards; UserError where it has fewer."""

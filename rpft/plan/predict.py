@@ -48,7 +48,7 @@ def predict(plan: Plan, shape: StepShape, rates: Rates, tokens: float) -> Predic
     saved = {
         "compute": seconds - step_seconds(plan, idle, rates),
         "link": seconds - step_seconds(plan, shape, replace(rates, up=math.inf, down=math.inf, switch_share=0.0)),
-        "optimizer": seconds - step_seconds(plan, shape, replace(rates, update=math.inf, publish=math.inf)),
+        "optimizer": seconds - step_seconds(plan, shape, replace(rates, update=math.inf)),
         "fill-drain": computed - even_seconds(plan, shape),
     }
     least = {name: max(0.0, value) for name, value in saved.items()}

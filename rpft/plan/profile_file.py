@@ -20,9 +20,6 @@ from rpft.plan.simulate import Rates
 
 PROFILE_VERSION = 1
 
-_PUBLISHED = 3
-"""How many working weights are written in the time of an update."""
-
 _SWITCHED = 0.95
 """Share of its own rate below which a link, with all others busy, is taken to share a switch."""
 
@@ -118,8 +115,8 @@ class Profile:
             ]
             share = max(shares)
         if share * workers * _SWITCHED <= 1:
-            return Rates(up, down, self.updates, _PUBLISHED * self.updates)
-        return Rates(up, down, self.updates, _PUBLISHED * self.updates, workers, share)
+            return Rates(up, down, self.updates)
+        return Rates(up, down, self.updates, workers, share)
 
     def to_json(self) -> str:
         """The profile file's text."""

@@ -21,7 +21,7 @@ _UPDATE_BYTES = 26
 _SLOT_SECONDS = 3e-4
 """What it takes to begin and end a slot."""
 
-_STEPS_WARM = 1
+_STEPS_WARM = 2
 _TURNS_WARM = 3
 """Steps, and turns of all workers, after which what starting up changes is over where updates are late."""
 
@@ -40,8 +40,6 @@ class Rates:
     down: float
     update: float
     """Parameters that the optimizer updates."""
-    publish: float
-    """Parameters whose working weights a delayed update writes."""
     workers_per_switch: int = 1
     """Workers whose links meet in one switch."""
     switch_share: float = 0.0
@@ -56,10 +54,10 @@ class Rates:
         return 1.4 * _UPDATE_BYTES * self.update
 
 
-ASSUMED_RATES = Rates(up=25e9, down=25e9, update=2e9, publish=8e9)
+ASSUMED_RATES = Rates(up=25e9, down=25e9, update=2e9)
 """PCIe 4 x16 and a desktop's memory, where nothing was measured."""
 
-AT_ONCE = Rates(np.inf, np.inf, np.inf, np.inf)
+AT_ONCE = Rates(np.inf, np.inf, np.inf)
 """Where only compute takes time."""
 
 
@@ -98,8 +96,8 @@ class _Run:
         self._read_stages(plans)
         self._price(plans)
         self.optimizer = np.zeros(len(plans))
-        self.pending = np.full(len(plans), -np.inf)
-        """When the masters of an update are ready that has yet to be written into the working weights."""
+        self.late = np.zeros((len(shape.loads), len(plans)))
+        """When the weights are written that the next step but one reads, (layer, column): of late updates."""
 
     def _read_stages(self, plans: Sequence[Plan]) -> None:
         size = (self.num_slots.max(), len(plans))
@@ -156,7 +154,7 @@ class _Run:
         count, num_workers = len(self.num_slots), self.shape.num_workers
         if not self.shape.delayed:
             # An exact update waits for the whole step, so that every step starts as if nothing had been before it.
-            self._update(np.ones(count, bool), np.zeros(count), np.zeros(self.first.shape))
+            self._update(np.ones(count, bool), np.zeros(count))
             return self.play(1)[0]
         # After so many steps the same workers have the same slots again; a few turns of all workers will do too.
         again = num_workers // np.gcd(num_workers, self.per_step)
@@ -186,7 +184,6 @@ class _Run:
         alike = bool(np.all(self.num_slots == self.num_slots[0]))
         step_ends = set((self.per_step[:, None] * np.arange(1, steps + 1)).ravel().tolist())
         times, latest = np.zeros((steps, count)), np.zeros(count)
-        uploads = np.zeros(self.first.shape)
         delivered = np.zeros((self.num_microbatches, count))
         for number in range(steps * int(self.per_step.max())):
             slot = number % self.num_slots
@@ -199,35 +196,24 @@ class _Run:
             played = pool.slot(worker, arrivals, work)
             delivered = played.delivered
             latest = np.maximum(latest, np.where(work.backward, played.landed, 0.0))
-            uploads[slot, columns] = played.uploaded
             if number + 1 in step_ends:
                 step, over = np.divmod(number + 1, self.per_step)
                 done = (over == 0) & (step <= steps)
                 moments = pool.compute.mean(axis=0) if shape.delayed else latest
                 times[step[done] - 1, columns[done]] = moments[done]
-                self._update(done, latest, uploads)
+                self._update(done, latest)
         return times
 
-    def _update(self, done: np.ndarray, end: np.ndarray, uploads: np.ndarray) -> None:
-        """The optimizer's work after a step, in place or one step late, of the plans that ``done`` marks.
-
-        ``uploads``: when each slot of the step had its weights, (slot, column).
-        """
+    def _update(self, done: np.ndarray, end: np.ndarray) -> None:
+        """The optimizer's work after a step, for the next or the one after, of the plans that ``done`` marks."""
         rates, sizes = self.rates, self.update_sizes[:, None]
-        moment = np.maximum(self.optimizer, end)
+        seconds = sizes / rates.update
         if not self.shape.delayed:
-            written = moment + np.cumsum(sizes / rates.update + self._beside() / rates.memory, axis=0)
-            self.optimizer = np.where(done, written[-1], self.optimizer)
-        else:
-            # What the last step's update left is written from the top, a layer behind its last upload.
-            seconds = np.cumsum((sizes / rates.publish)[::-1], axis=0)
-            began = self._last_uploads(uploads)[::-1] - seconds + (sizes / rates.publish)[::-1]
-            np.maximum(began[0], self.pending, out=began[0])
-            written = (np.maximum.accumulate(began, axis=0) + seconds)[::-1]
-            late = np.isfinite(self.pending)
-            moment = np.where(late, np.maximum(moment, written[0]), moment) + np.sum(sizes) / rates.update
-            self.optimizer = self.pending = np.where(done, moment, self.pending)
-            done = done & late
+            seconds = seconds + self._beside() / rates.memory
+        written = np.maximum(self.optimizer, end) + np.cumsum(seconds, axis=0)
+        self.optimizer = np.where(done, written[-1], self.optimizer)
+        if self.shape.delayed:
+            written, self.late = self.late, np.where(done, written, self.late)
         self._set_written(done, written)
 
     def _beside(self) -> np.ndarray:
@@ -238,13 +224,6 @@ class _Run:
         copied = np.repeat(carried, stages).reshape(len(self.num_slots), -1).T
         below = np.arange(len(self.sent) - 1)[:, None] < np.max(np.where(self.fused, self.first, 0), axis=0)
         return copied + np.where(below, self.uploaded_bytes[:, None], 0.0)
-
-    def _last_uploads(self, uploads: np.ndarray) -> np.ndarray:
-        """When each layer was uploaded for its backward, (layer, column)."""
-        slots, columns = self.covers[1]
-        first, last = self.first[slots, columns], self.last[slots, columns]
-        done = np.repeat(uploads[slots, columns] - self.sent[last + 1], last - first + 1)
-        return done.reshape(len(self.num_slots), -1).T + self.sent[1:, None]
 
     def _set_written(self, done: np.ndarray, written: np.ndarray) -> None:
         """From when the working weights of each layer are new, to when each slot may have them at the earliest."""

@@ -73,7 +73,7 @@ class Job:
         """Of a step."""
         return -(-self.recipe.train.gradient_accumulation_steps // self.num_microbatches)
 
-    def workload(self, profiles: Sequence[LayerProfile] | None, separate_masters: bool) -> Workload:
+    def workload(self, profiles: Sequence[LayerProfile] | None, whole_masters: bool) -> Workload:
         """What decides the memory of this run."""
         return Workload(
             self.shape,
@@ -83,7 +83,7 @@ class Job:
             self.kernels.kind,
             self.gradient_dtype,
             profiles,
-            separate_masters,
+            whole_masters,
         )
 
     def mean_step(self) -> tuple[float, float]:

@@ -95,7 +95,8 @@ class Trainer:
         self._store = HostStore(
             self._prepared.layouts,
             self._prepared.devices[0].allocate_host,
-            separate_masters=self._prepared.separate_masters,
+            two_copies=self._delayed,
+            whole_masters=self._prepared.target.whole_masters,
             gradient_dtype=self._prepared.gradient_dtype,
         )
         load_checkpoint(self._prepared.checkpoint, self._prepared.skeleton, self._store, self._reporter.loading)
@@ -134,9 +135,8 @@ class Trainer:
             send_update=self._optimizer.submit,
             failure=self._failure,
             delays=delays,
+            lagging=resume_from is not None and self._delayed,
         )
-        if resume_from is not None and self._delayed:
-            self._engine.hold_back(self._state.step)
         self._watchdog = Watchdog(
             [*self._engine.streams, self._optimizer.stream],
             self._recipe.engine.stall_seconds,
@@ -223,7 +223,7 @@ class Trainer:
         self._saves.note(self._saver.take_reports())
 
     def _rest(self) -> None:
-        """Waits until every submitted step is applied; delayed updates are applied now."""
+        """Waits until every submitted step is applied; what comes reads the latest weights."""
         self._engine.flush()
         self._finish_in_flight()
         done = self._optimizer.stream.record(Event())
@@ -297,7 +297,6 @@ class Trainer:
     def _save(self, step: int) -> None:
         """Has the state after ``step`` written as soon as that step is finished."""
         self._saver.arm(step)
-        self._engine.order_masters()
         self._last_save = time.monotonic()
         if self._in_flight is None:
             self._saver.start(self._state)

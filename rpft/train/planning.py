@@ -54,7 +54,7 @@ class Target:
     page_locks: bool = True
     """Whether copies to a worker need page-locked memory."""
     whole_masters: bool = False
-    """Whether its optimizer needs masters apart from the working weights."""
+    """As of the host store."""
 
 
 @dataclass
@@ -66,8 +66,6 @@ class Planned(Job):
     """What was measured, where it was."""
     profiles: list[LayerProfile] | None
     """What each layer takes at the longest line, measured or from a datasheet; None where nothing is known."""
-    separate_masters: bool
-    """As of the host store."""
     plan: Plan
     bill: Bill
 
@@ -128,7 +126,7 @@ class Planned(Job):
             profiles = self.profile.at(padded / self.rows)
         else:
             profiles = [scaled(profile, share) for profile in self.profiles]
-        work = replace(self.workload(profiles, self.separate_masters), max_tokens=round(padded))
+        work = replace(self.workload(profiles, self.target.whole_masters), max_tokens=round(padded))
         costs = measured_costs(profiles, self.plan.keep_bytes_per_token)
         target = self.target
         shape = step_shape(self.layouts, work, costs, target.num_workers, self.rounds, target.speeds)
@@ -156,7 +154,7 @@ class Planned(Job):
     def full_step_seconds(self) -> float:
         """What a step should take whose lines are all as long as the longest; what plans are compared by."""
         assert self.profiles is not None
-        work = self.workload(self.profiles, self.separate_masters)
+        work = self.workload(self.profiles, self.target.whole_masters)
         costs = measured_costs(self.profiles, self.plan.keep_bytes_per_token)
         target = self.target
         shape = step_shape(self.layouts, work, costs, target.num_workers, self.rounds, target.speeds)
@@ -178,8 +176,7 @@ def plan_job(
     job: Job, target: Target, profiles: Sequence[LayerProfile] | None, profile: Profile | None = None
 ) -> Planned:
     """Chooses the plan, unless one is given, and makes its bill; whether that fits is not asked here."""
-    separate_masters = job.delayed or target.whole_masters
-    work = job.workload(profiles, separate_masters)
+    work = job.workload(profiles, target.whole_masters)
     plan = job.given or choose_plan(
         job.layouts,
         job.skeleton,
@@ -197,7 +194,6 @@ def plan_job(
         target=target,
         profile=profile,
         profiles=None if profiles is None else list(profiles),
-        separate_masters=separate_masters,
         plan=plan,
         bill=make_bill(plan, job.layouts, work),
     )

@@ -66,8 +66,6 @@ class Saver:
         self._folder, self._store, self._failure = folder, store, failure
         self._lagging, self._may_make_room, self._before_commit = lagging, may_make_room, before_commit
         self._layouts = [layer.layout for layer in store.layers]
-        # As the optimizer comes to change them: lagging weights are written from the last layer on.
-        self._order = self._layouts[::-1] if lagging else self._layouts
         self.checkpoint_bytes = checkpoint_bytes(self._layouts, lagging)
         self._changed = threading.Condition()
         self._step: int | None = None
@@ -142,7 +140,7 @@ class Saver:
         path, error = None, None
         try:
             self._make_room(state, removed)
-            path = self._folder.write(state, self._order, self._write_layer, self._before_commit)
+            path = self._folder.write(state, self._layouts, self._write_layer, self._before_commit)
         except Cancelled:
             pass
         except Exception as caught:  # a full or broken disk: the main thread says it

@@ -32,6 +32,10 @@ def both(checkpoint):
     def run(name, dtype=torch.float32, delayed=False, steps=STEPS, max_grad_norm=1.0):
         family, changes = MODELS[name]
         folder = checkpoint(family, **changes)
+        if dtype == torch.bfloat16:  # both loops start from the same weights: a tie is rounded in two ways
+            rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+            folder = folder / "bfloat16"
+            rounded.save_pretrained(folder)
         outcome = run_engine(
             folder,
             PLAN,
@@ -119,7 +123,7 @@ def test_bf16_follows_a_loop_in_bf16_with_fp32_masters(name, delayed, both):
     matrices = {n: d for n, d in distances(outcome, plain).items() if not n.endswith("bias")}
     assert max(matrices.values()) < 0.02, matrices
     for layer in outcome.store.layers:
-        assert layer.master_is_split == (layer.layout.num_trained > 0 and not delayed)
+        assert layer.master_is_split == (layer.layout.num_trained > 0)
         torch.testing.assert_close(layer.working.float(), layer.master_values(), rtol=2**-8, atol=0)
 
 

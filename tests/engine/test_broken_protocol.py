@@ -1,6 +1,8 @@
 """A protocol with one wait less is caught: the numbers differ, turn to NaN, or the run raises.
 
-Orders 1 to 4 are those of rpft/engine/controller.py. Order 5 is no event: one thread makes all updates.
+Orders 2 to 4 are those of rpft/engine/controller.py. Order 1 holds where order 3 does, as long as an update starts
+with the norm of a whole step, so tests/optim/test_adamw.py shows it alone. Order 5 is no event: one thread makes
+all updates.
 """
 
 import pytest
@@ -14,7 +16,6 @@ ONE = plan_of([(0, 4)], [(5, 5), (0, 4)], 2, "stage")
 
 # what is broken: plan, update_lag, (stream that waits, what for, number of the wait, tasks until the harm)
 BREACHES = {
-    "order 1: the optimizer writes weights before their upload": (THREE, 1, ("optimizer", "reader", 7)),
     "order 2: an upload starts before the optimizer's write": (THREE, 0, ("weights up", "written")),
     "order 3: the optimizer reads a gradient before it landed": (THREE, 0, ("optimizer", "landed", 0, 3)),
     "order 4: a gradient lands before the optimizer read the last": (

@@ -130,14 +130,14 @@ def test_a_fault_in_the_optimizer_ends_every_thread_and_names_the_step(kind, upd
     fault = raise_at(1, kind)
 
     def sabotage(engine, optimizer):
-        apply = optimizer._update_layer
+        apply = optimizer._write_layer
 
         def faulty(update, index, *args):
             if index == 2:
                 fault()
             return apply(update, index, *args)
 
-        optimizer._update_layer = faulty
+        optimizer._write_layer = faulty
 
     error = fails(checkpoint("llama"), fault, before_run=sabotage, update_lag=update_lag)
     assert "optimizer" in str(error)

@@ -86,19 +86,22 @@ def test_rows_of_another_length_use_the_same_buffers(checkpoint):
     assert outcomes[0].differences(outcomes[1]) == []
 
 
+@pytest.mark.parametrize("delayed", [False, True], ids=["sync", "delayed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", PLANS)
-def test_the_bill_counts_the_store_exactly_and_never_too_few_hidden_states(name, dtype, checkpoint):
+def test_the_bill_counts_the_store_exactly_and_never_too_few_hidden_states(name, dtype, delayed, checkpoint):
     plan = PLANS[name]
-    outcome = run_engine(checkpoint("qwen3"), plan, 2, microbatches=4, dtype=dtype, evaluate_every=1)
+    outcome = run_engine(
+        checkpoint("qwen3"), plan, 2, microbatches=4, dtype=dtype, evaluate_every=1, update_lag=int(delayed)
+    )
     layers = outcome.store.layers
     shape = ModelShape(hidden_size=64, intermediate_size=96, vocab_size=320, itemsize=dtype.itemsize)
-    work = Workload(shape, max_tokens=24, accumulation=4, delayed=False)
+    work = Workload(shape, max_tokens=24, accumulation=4, delayed=delayed)
     bill = make_bill(plan, [layer.layout for layer in layers], work)
     buffers = [
         tensor.untyped_storage()
         for layer in layers
-        for tensor in (layer.weights, layer.gradient, layer.master, layer.exp_avg, layer.exp_avg_sq)
+        for tensor in (layer.weights, layer.second, layer.gradient, layer.master, layer.exp_avg, layer.exp_avg_sq)
     ]
     held = {storage.data_ptr(): storage.nbytes() for storage in buffers if storage.nbytes()}
     assert bill.host_parts["weights, gradients, optimizer state"] == sum(held.values())

@@ -60,11 +60,10 @@ def run(folder, kind, seeds, bad_steps=(), **settings):
 
 
 def state(outcome):
-    return [
-        getattr(layer, kind)
-        for layer in outcome.store.layers
-        for kind in ("weights", "master", "exp_avg", "exp_avg_sq")
-    ]
+    layers = outcome.store.layers
+    weights = [outcome.store.tensor(name) for name in outcome.store.names()]
+    masters = [layer.master_values() for layer in layers]
+    return [*weights, *masters, *(layer.exp_avg for layer in layers), *(layer.exp_avg_sq for layer in layers)]
 
 
 def same(a, b):
@@ -114,5 +113,5 @@ def test_padding_between_tensors_stays_zero(checkpoint):
             start = offset // spec.dtype.itemsize
             used[start : start + spec.num_elements] = True
         assert layer.layout.num_trained % ALIGNMENT_ELEMENTS == 0
-        for flat in (layer.master, layer.exp_avg, layer.gradient[: layer.layout.num_trained]):
+        for flat in (layer.master_values(), layer.exp_avg, layer.gradient[: layer.layout.num_trained]):
             assert not flat[~used].any()

@@ -18,7 +18,7 @@ from rpft.model.layout import ALIGNMENT_BYTES, ALIGNMENT_ELEMENTS, Borrow, Tenso
 from rpft.model.skeleton import build_model, cut
 
 LORA = LoraSettings(r=4, alpha=8.0, dropout=0.0, target_modules="all-linear")
-FLAT = ("gradient", "master", "exp_avg", "exp_avg_sq")
+FLAT = ("second", "gradient", "master", "exp_avg", "exp_avg_sq")
 
 
 def spec(name: str, *shape: int, trained: bool = True, decay: bool = True, dtype: torch.dtype = torch.bfloat16):
@@ -111,9 +111,51 @@ def test_store_bytes_is_what_a_store_allocates(
     assert sum(storages.values()) == store_bytes([layer.layout for layer in store.layers])
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, 16), (torch.float32, 16)], ids=str)
-def test_bytes_a_trained_parameter_of_a_layer_without_padding(dtype: torch.dtype, expected: int) -> None:
-    assert store_bytes(build_layouts([[spec("w", 128, 128, dtype=dtype)]], {})) == expected * 128 * 128
+@pytest.mark.parametrize(
+    ("dtype", "gradients", "two_copies", "whole_masters", "expected"),
+    [
+        (torch.bfloat16, torch.bfloat16, False, False, 14),
+        (torch.bfloat16, torch.bfloat16, True, False, 16),
+        (torch.bfloat16, torch.float32, False, False, 16),
+        (torch.bfloat16, torch.bfloat16, False, True, 16),
+        (torch.float16, torch.float32, False, False, 18),
+        (torch.float32, torch.float32, False, False, 16),
+        (torch.float32, torch.float32, True, True, 20),
+    ],
+    ids=str,
+)
+def test_bytes_a_trained_parameter_of_a_layer_without_padding(
+    dtype: torch.dtype, gradients: torch.dtype, two_copies: bool, whole_masters: bool, expected: int
+) -> None:
+    layouts = build_layouts([[spec("w", 128, 128, dtype=dtype)]], {})
+    choices = {"two_copies": two_copies, "whole_masters": whole_masters}
+    assert store_bytes(layouts, gradients, **choices) == expected * 128 * 128
+    (layer,) = HostStore(layouts, gradient_dtype=gradients, **choices).layers
+    buffers = (layer.weights, *(getattr(layer, flat) for flat in FLAT))
+    assert sum(tensor.nbytes for tensor in buffers) == expected * 128 * 128
+
+
+def test_a_layer_of_two_copies_gives_each_with_the_frozen_tensors_that_they_share() -> None:
+    specs = [spec("w", 128, 2), spec("frozen", 128, 3, trained=False)]
+    store = HostStore(build_layouts([specs], {}), two_copies=True)
+    (layer,) = store.layers
+    store.write("frozen", torch.full((128, 3), 7.0))
+    for number, value in enumerate((1.0, 2.0)):
+        layer.latest = number
+        store.write("w", torch.full((128, 2), value))
+    for number, value in enumerate((1.0, 2.0)):
+        layer.latest = number
+        assert bool((store.tensor("w") == value).all())
+        assert bool((store.layer_weights(0)["w"] == value).all())
+        assert bool((store.lagging_tensor("w") == 3.0 - value).all())
+        whole = torch.zeros(layer.layout.host_bytes, dtype=torch.uint8)
+        for offset, part in layer.pieces(number, 0, len(whole)):
+            whole[offset : offset + len(part)] = part
+        assert whole[:512].view(torch.bfloat16).tolist() == [value] * 256
+        assert whole[512 : 512 + 768].view(torch.bfloat16).tolist() == [7.0] * 384
+        (part,) = layer.pieces(number, 520, 600)
+        assert part[0] == 0
+        assert torch.equal(part[1], layer.weights[520:600])
 
 
 def test_frozen_weights_take_their_working_copy_alone() -> None:
@@ -167,9 +209,8 @@ def test_working_is_the_trained_part_and_in_float32_its_own_master() -> None:
         ]
         for layer in HostStore(build_layouts(specs, {})).layers:
             assert layer.working.dtype == dtype
-            assert layer.working.shape == layer.master.shape
+            assert layer.master.shape == (layer.working.shape if dtype == torch.bfloat16 else (0,))
             layer.working.fill_(3)
-            assert layer.master_is_working == (dtype == torch.float32)
             assert layer.master_is_split == (dtype == torch.bfloat16)
             assert bool((layer.master_values() == 3).all())
 

@@ -15,10 +15,10 @@ from rpft.optim.one_pass import FusedPass
 from rpft.optim.schedule import Schedule
 
 
-def store_of(shapes, dtype=torch.float32):
+def store_of(shapes, dtype=torch.float32, **settings):
     """One layer; tensors of two or more dimensions decay."""
     specs = [TensorSpec(f"t{i}", shape, dtype, True, len(shape) > 1, None) for i, shape in enumerate(shapes)]
-    return HostStore(build_layouts([specs], {}))
+    return HostStore(build_layouts([specs], {}), **settings)
 
 
 def fill(store, seed):
@@ -54,7 +54,7 @@ def test_updates_are_torchs_own_with_decay_on_matrices_only(divisor):
             store.trained_view(name, "gradient").copy_(gradient)
             parameter.grad = gradient / divisor
         plain.step()
-        ours.update(FusedPass(), store.layers[0], [], 1e-2, step, divisor, write_working=True)
+        ours.update(FusedPass(), store.layers[0], [], 1e-2, step, divisor)
     for name, parameter in parameters.items():
         state = plain.state[parameter]
         close(store.tensor(name), parameter)
@@ -69,7 +69,7 @@ def test_a_hundred_small_updates_of_a_bf16_weight_add_up():
     layer = store.layers[0]
     for step in range(100):
         store.trained_view("t0", "gradient").fill_(1.0)
-        AdamW().update(FusedPass(), layer, [], 6e-4, step, 1.0, write_working=True)
+        AdamW().update(FusedPass(), layer, [], 6e-4, step, 1.0)
     assert store.master("t0").mean() == pytest.approx(0.94, abs=1e-4)
     assert store.tensor("t0").float().mean() == pytest.approx(0.94, abs=4e-3)
     assert (torch.tensor(1.0).bfloat16() - torch.tensor(6e-4).bfloat16()) == 1.0
@@ -80,7 +80,7 @@ def step_through():
     """step_through(store, gradients, ...) -> result of one update by a HostOptimizer."""
     optimizers = []
 
-    def step(store, max_grad_norm=None, trained_tokens=1, rate=1e-3):
+    def step(store, max_grad_norm=None, trained_tokens=1, rate=1e-3, target=0, readers=()):
         optimizer = HostOptimizer(
             store, AdamW(), Schedule("constant", rate, 9), max_grad_norm, Failure(), Delays(None)
         )
@@ -89,8 +89,9 @@ def step_through():
         landed, after = [happened() for _ in range(count)], [Event() for _ in range(count)]
         squares = torch.stack([square_sum(layer.gradient) for layer in store.layers])
         ticket = Ticket(1, trained_tokens, landed, [Event() for _ in range(count)], Losses(), squares)
-        before = WeightVersion.of([happened() for _ in range(count)])
-        optimizer.submit(Update(ticket, before, WeightVersion.of(after), delayed=False))
+        before = WeightVersion.of(0, [happened() for _ in range(count)])
+        replaced = WeightVersion(target, before.written, [list(readers) for _ in range(count)])
+        optimizer.submit(Update(ticket, before, WeightVersion.of(target, after), replaced))
         result = optimizer.wait(1)
         assert all(event.wait(0.0) for event in [*ticket.read, *after])
         return result
@@ -99,6 +100,35 @@ def step_through():
     for optimizer in optimizers:
         optimizer.close()
         assert optimizer.join(5.0)
+
+
+class Reader(Event):
+    """An upload that the optimizer waits for: it sees what lies in a copy just then."""
+
+    def __init__(self, look):
+        super().__init__()
+        self._look, self.seen = look, None
+
+    def synchronize(self, failure):
+        self.seen = self._look()
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+def test_new_weights_go_to_the_other_copy_after_every_reader_of_what_lies_there(skipped, step_through):
+    store = store_of([(4, 4)], torch.bfloat16, two_copies=True)
+    store.write("t0", torch.ones(4, 4))
+    (layer,) = store.layers
+    store.lagging_tensor("t0").fill_(5.0)
+    store.trained_view("t0", "gradient").fill_(float("nan") if skipped else 1.0)
+    reader = Reader(lambda: layer.copy(1).clone())
+    result = step_through(store, rate=0.1, target=1, readers=[reader])
+    assert result.skipped == skipped
+    assert reader.seen is not None
+    assert bool((reader.seen[:16] == 5.0).all())
+    assert layer.latest == 1
+    assert bool((store.lagging_tensor("t0") == 1.0).all())
+    assert bool((store.tensor("t0") == 1.0).all()) == skipped
+    assert float(store.master("t0").mean()) == pytest.approx(1.0 if skipped else 0.9, abs=1e-6)
 
 
 def test_the_norm_of_a_large_layer_is_exact(step_through):

@@ -13,7 +13,7 @@ import torch
 from rpft.model.split_float import join, split_into
 from rpft.optim import kernels as kernels_module
 from rpft.optim import one_pass, threads
-from rpft.optim.kernels import SQUARES_ROW
+from rpft.optim.kernels import SQUARES_ROW, Weights
 from rpft.optim.one_pass import CompiledPass, FusedPass, prepare
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -23,14 +23,18 @@ class Case(NamedTuple):
     """The types of one update."""
 
     gradients: tuple[torch.dtype, ...]
-    working: torch.dtype | None
-    split: bool = False
+    working: torch.dtype
+    master: torch.dtype | None
+    """As of ``Weights``."""
+    two_copies: bool = False
 
 
-ONE_USE = Case((BF16,), BF16)
-TWO_USES = Case((FP32, FP32), None)
-CASES = [ONE_USE, TWO_USES, Case((BF16,), BF16, split=True), Case((BF16, BF16), BF16, split=True)]
-CASES += [Case((FP32,), BF16, split=True), Case((FP32,), FP16), Case((FP32,), None), Case((BF16,), None)]
+ONE_USE = Case((BF16,), BF16, FP32)
+TWO_USES = Case((FP32, FP32), FP32, None)
+SPLIT = Case((BF16,), BF16, torch.int16)
+CASES = [ONE_USE, TWO_USES, SPLIT, Case((BF16, BF16), BF16, torch.int16), Case((FP32,), BF16, torch.int16)]
+CASES += [Case((FP32,), FP16, FP32), Case((FP32,), FP32, None), Case((BF16,), FP32, None)]
+CASES += [case._replace(two_copies=True) for case in (ONE_USE, TWO_USES, SPLIT)]
 SETTINGS = {"learning_rate": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "updates_before": 0}
 LENGTHS = [1, 15, 16, 17, 4 * SQUARES_ROW + 37]
 SPECIAL = [float("inf"), float("-inf"), float("nan"), -0.0, 1e-40, -1e-45, 3.4e38, 65519.0, 65520.0, 6e-8, 2.9e-8]
@@ -66,18 +70,38 @@ def random(length, dtype, seed):
     return torch.randn(length, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def fresh(case, length):
-    """Master, moments and working weights of a layer that has had no update."""
-    working = None if case.working is None else torch.zeros(length, dtype=case.working)
-    master = random(length, FP32, 0)
-    if case.split:
-        values, master = master, torch.zeros(length, dtype=torch.int16)
-        split_into(working, master, values)
-    return master, torch.zeros(length), torch.zeros(length), working
+class State:
+    """Weights and moments of a layer that has had no update; with two copies they take turns."""
 
+    def __init__(self, case, length):
+        self.case, values = case, random(length, FP32, 0)
+        self.copies = [torch.zeros(length, dtype=case.working) for _ in range(1 + case.two_copies)]
+        self.exp_avg, self.exp_avg_sq = torch.zeros(length), torch.zeros(length)
+        self.master = None if case.master is None else torch.zeros(length, dtype=case.master)
+        if case.master == torch.int16:
+            split_into(self.working, self.master, values)
+        else:
+            self.working.copy_(values)
+            if self.master is not None:
+                self.master.copy_(values)
 
-def values_of(master, working):
-    return join(working, master) if master.dtype == torch.int16 else master
+    @property
+    def working(self):
+        return self.copies[0]
+
+    @property
+    def values(self):
+        if self.master is None:
+            return self.working
+        return join(self.working, self.master) if self.case.master == torch.int16 else self.master
+
+    def update(self, kernels, gradients, **settings):
+        before = self.copies[0]
+        self.copies.append(self.copies.pop(0))
+        kept = before.clone()
+        weights = Weights(before, self.working, self.master)
+        kernels.adamw_pass(gradients, weights, self.exp_avg, self.exp_avg_sq, **SETTINGS | settings)
+        assert not self.case.two_copies or torch.equal(before, kept)
 
 
 def random_gradients(case, length, seed):
@@ -85,26 +109,23 @@ def random_gradients(case, length, seed):
 
 
 def assert_torchs_numbers(kernels, case, length, weight_decay, divisor):
-    master, exp_avg, exp_avg_sq, working = fresh(case, length)
-    parameter = torch.nn.Parameter(values_of(master, working).clone())
+    state = State(case, length)
+    parameter = torch.nn.Parameter(state.values.clone())
     reference = torch.optim.AdamW([parameter], lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=weight_decay)
-    settings = SETTINGS | {"weight_decay": weight_decay, "gradient_divisor": divisor}
+    settings = {"weight_decay": weight_decay, "gradient_divisor": divisor}
     for step in range(5):
         gradients = random_gradients(case, length, step)
         kept = [gradient.clone() for gradient in gradients]
-        kernels.adamw_pass(gradients, master, exp_avg, exp_avg_sq, working, **settings | {"updates_before": step})
+        state.update(kernels, gradients, updates_before=step, **settings)
         assert all(torch.equal(*pair) for pair in zip(gradients, kept, strict=True))
         parameter.grad = sum(gradient.float() for gradient in kept) / divisor
         reference.step()
-    state = reference.state[parameter]
-    for ours, theirs in (
-        (values_of(master, working), parameter.detach()),
-        (exp_avg, state["exp_avg"]),
-        (exp_avg_sq, state["exp_avg_sq"]),
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
-    if working is not None and not case.split:
-        assert torch.equal(working, master.to(working.dtype))
+    theirs = reference.state[parameter]
+    torch.testing.assert_close(state.values, parameter.detach(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(state.exp_avg, theirs["exp_avg"], rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(state.exp_avg_sq, theirs["exp_avg_sq"], rtol=1e-6, atol=1e-7)
+    if case.master != torch.int16:
+        assert torch.equal(state.working, state.values.to(case.working))
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -117,22 +138,21 @@ def test_the_update_is_torchs(kernels, case, length, weight_decay, divisor):
 @pytest.mark.parametrize("gradients", [(BF16,), (FP32, FP32)], ids=str)
 def test_a_master_in_two_halves_takes_the_updates_of_a_whole_one_to_the_bit(kernels, gradients):
     length = 3 * SQUARES_ROW + 5
-    whole, split = Case(gradients, None), Case(gradients, BF16, split=True)
-    states = [fresh(case, length) for case in (whole, split)]
+    whole, split = (State(Case(gradients, BF16, dtype), length) for dtype in (FP32, torch.int16))
     for step in range(5):
-        for case, (master, *moments, working) in zip((whole, split), states, strict=True):
-            given = random_gradients(case, length, step)
-            settings = SETTINGS | {"gradient_divisor": 3.0, "updates_before": step}
-            kernels.adamw_pass(given, master, *moments, working, **settings)
-    (master, *moments, _), (rest, *other_moments, working) = states
-    assert torch.equal(master, join(working, rest))
-    assert all(torch.equal(*pair) for pair in zip(moments, other_moments, strict=True))
-    assert (working.float() - master).abs().le(master.abs() * 2**-8).all()
+        for state in (whole, split):
+            given = random_gradients(state.case, length, step)
+            state.update(kernels, given, gradient_divisor=3.0, updates_before=step)
+    assert torch.equal(whole.master, split.values)
+    assert torch.equal(whole.exp_avg, split.exp_avg)
+    assert torch.equal(whole.exp_avg_sq, split.exp_avg_sq)
+    assert (split.working.float() - whole.master).abs().le(whole.master.abs() * 2**-8).all()
 
 
 def test_a_layer_without_elements_is_left_alone(kernels):
     empty = torch.zeros(0)
-    kernels.adamw_pass([empty, empty], empty, empty, empty, None, **SETTINGS, gradient_divisor=1.0)
+    weights = Weights(empty, empty, None)
+    kernels.adamw_pass([empty, empty], weights, empty, empty, **SETTINGS, gradient_divisor=1.0)
     assert kernels.square_sum([empty, empty]) == 0.0
 
 
@@ -150,10 +170,9 @@ def test_working_weights_are_rounded_like_torchs_to_the_bit(kernels):
     before = master.clone()
     kernels.adamw_pass(
         [zero.bfloat16()],
-        master,
+        Weights(working, working, master),
         zero.clone(),
         zero.clone(),
-        working,
         **SETTINGS | {"weight_decay": 0.0, "gradient_divisor": 1.0},
     )
     torch.testing.assert_close(master, before, rtol=0, atol=0, equal_nan=True)
@@ -161,14 +180,6 @@ def test_working_weights_are_rounded_like_torchs_to_the_bit(kernels):
     nan = rounded.isnan()  # torch's own conversion gives one of two NaNs, depending on the tensor's length
     assert torch.equal(working.isnan(), nan)
     assert torch.equal(bits(working)[~nan], bits(rounded)[~nan])
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_rounding_alone_is_torchs_to_the_bit(kernels, dtype):
-    master = awkward_masters()
-    working = torch.zeros(len(master), dtype=dtype)
-    kernels.round_into(working, master)
-    assert torch.equal(bits(working), bits(master.to(dtype)))
 
 
 @pytest.mark.parametrize("case", [ONE_USE, TWO_USES])
@@ -187,15 +198,15 @@ def test_a_square_sum_shows_an_element_that_is_not_finite(kernels, fault, place)
     assert not torch.tensor(kernels.square_sum([gradient])).isfinite()
 
 
-@pytest.mark.parametrize("case", [ONE_USE, TWO_USES])
+@pytest.mark.parametrize("case", [ONE_USE, TWO_USES, SPLIT])
 def test_results_are_the_same_bits_for_any_number_of_threads(kernels, case):
     length = 977 * SQUARES_ROW + 37
     gradients = random_gradients(case, length, 1)
     outcomes = []
     for kernels.num_threads in (1, 2, 3, 7):
-        master, exp_avg, exp_avg_sq, working = fresh(case, length)
-        kernels.adamw_pass(gradients, master, exp_avg, exp_avg_sq, working, **SETTINGS, gradient_divisor=3.0)
-        outcomes.append((kernels.square_sum(gradients), master, exp_avg, exp_avg_sq))
+        state = State(case, length)
+        state.update(kernels, gradients, gradient_divisor=3.0)
+        outcomes.append((kernels.square_sum(gradients), state.values, state.exp_avg, state.exp_avg_sq))
     (first_sum, *first), *others = outcomes
     for square_sum, *state in others:
         assert square_sum == first_sum
@@ -236,6 +247,7 @@ def test_other_threads_run_python_in_the_middle_of_a_pass(compiled):
     length = 1 << 22
     gradient, master = torch.ones(length, dtype=BF16), torch.ones(length)
     exp_avg, exp_avg_sq, working = torch.zeros(length), torch.zeros(length), torch.zeros(length, dtype=BF16)
+    weights = Weights(working, working, master)
     seen = threading.Event()
 
     def update():
@@ -245,7 +257,7 @@ def test_other_threads_run_python_in_the_middle_of_a_pass(compiled):
             if seen.is_set():
                 return
             settings["updates_before"] = step
-            compiled.adamw_pass([gradient], master, exp_avg, exp_avg_sq, working, **settings)
+            compiled.adamw_pass([gradient], weights, exp_avg, exp_avg_sq, **settings)
 
     thread = threading.Thread(target=update)
     moments = exp_avg.numpy()
@@ -273,11 +285,9 @@ def test_without_a_compiler_the_fused_kernel_does_it_and_says_so_once(fault, cap
 
 
 def test_a_pass_over_tensors_of_different_lengths_is_refused(kernels):
-    master, exp_avg, exp_avg_sq, working = fresh(ONE_USE, 64)
+    state = State(ONE_USE, 64)
     with pytest.raises(AssertionError):
-        kernels.adamw_pass(
-            [torch.zeros(65, dtype=BF16)], master, exp_avg, exp_avg_sq, working, **SETTINGS, gradient_divisor=1.0
-        )
+        state.update(kernels, [torch.zeros(65, dtype=BF16)], gradient_divisor=1.0)
 
 
 def test_the_fewest_threads_within_three_percent_of_the_fastest_are_chosen():

@@ -30,7 +30,7 @@ def test_every_shipped_machine_is_what_its_name_says(name):
     assert machine.num_workers == int(name.partition("x")[0])
     assert machine.gpus[0].name.replace(" ", "").lower().endswith(name.partition("x")[2])
     assert machine.speeds is None
-    assert 0 < machine.rates.update < machine.rates.publish
+    assert machine.rates.update > 0
 
 
 def test_the_machines_that_were_promised_are_shipped():

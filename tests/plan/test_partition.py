@@ -231,7 +231,7 @@ def test_a_plan_of_128_blocks_takes_no_more_playing_than_agreed(rounds):
     def seconds(plans):
         nonlocal played
         played += sum(plan.num_slots for plan in plans) * rounds
-        return steps_seconds(plans, shape, Rates(25e9, 25e9, 4e9, 12e9))
+        return steps_seconds(plans, shape, Rates(25e9, 25e9, 4e9))
 
     plan = balanced_plan(costs, 4, 8, rounds, "layer", lambda plan: len(plan.fused.layers) <= 4, seconds)
     assert plan is not None

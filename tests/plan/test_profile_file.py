@@ -140,7 +140,7 @@ def shape(workers=2, **load):
     return StepShape([one] * 6, 1, 1, workers, 2, delayed=False, slot_seconds=0.0)
 
 
-FAST = Rates(1e6, 1e6, 1e6, 1e6)
+FAST = Rates(1e6, 1e6, 1e6)
 
 
 @pytest.mark.parametrize(

@@ -110,20 +110,15 @@ def test_a_late_update_hides_behind_the_next_step_and_an_exact_one_shows():
     assert step_seconds(plan, shape, rates) > 1.1 * compute
 
 
-def test_a_tied_head_waits_for_the_late_update_of_the_embedding_that_lends_it():
-    embedding = LayerLoad(0.0, 0.0, num_trained=100)
-    head = LayerLoad(1.0, 3.0, weight_bytes=60)
+def test_weights_that_another_layer_lends_are_waited_for():
+    first, block, head = LayerLoad(50.0, 0.0), LayerLoad(1.0, 3.0), LayerLoad(1.0, 3.0, num_trained=100)
     plan = Plan((Stage(0, 1),), (Stage(2, 2), Stage(0, 1)), 1, "layer")
-    rates = replace(AT_ONCE, up=1.0, publish=1.0)  # the embedding is written last, and the head uploaded meanwhile
-    free, tied = (
-        step_seconds(
-            plan,
-            StepShape([embedding, LayerLoad(1.0, 3.0), last], 1, 0, 2, 1, True, slot_seconds=0.0),
-            rates,
-        )
-        for last in (head, replace(head, lenders=(0,)))
+    rates = replace(AT_ONCE, update=1.0)
+    own, lent = (
+        step_seconds(plan, StepShape([load, block, head], 1, 0, 2, 1, False, slot_seconds=0.0), rates)
+        for load in (first, replace(first, lenders=(2,)))
     )
-    assert tied > free + 40
+    assert lent > own + 40
 
 
 def test_weights_that_stay_are_not_uploaded():
@@ -156,6 +151,6 @@ def test_late_steps_are_timed_where_starting_up_is_over():
 def test_keeping_more_loads_the_links():
     plan, shape = even()
     shape = replace(shape, boundary_bytes=1)
-    rates = Rates(10.0, 10.0, np.inf, np.inf)
+    rates = Rates(10.0, 10.0, np.inf)
     light = step_seconds(plan, shape, rates)
     assert step_seconds(replace(plan, keep_bytes_per_token=100), shape, rates) > light

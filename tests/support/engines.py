@@ -83,7 +83,7 @@ class Outcome:
         for a, b in zip(self.store.layers, other.store.layers, strict=True):
             found += [
                 f"{kind} of layer {a.layout.layer}"
-                for kind in ("weights", "master", "exp_avg", "exp_avg_sq")
+                for kind in ("weights", "second", "master", "exp_avg", "exp_avg_sq")
                 if not torch.equal(getattr(a, kind), getattr(b, kind))
             ]
         return found
@@ -139,7 +139,7 @@ def run_engine(
     store = HostStore(
         build_layers(skeleton, dtype),
         devices[0].allocate_host,
-        separate_masters=update_lag == 1,
+        two_copies=update_lag == 1,
         gradient_dtype=gradient_dtype,
     )
     load_checkpoint(Checkpoint(folder), skeleton, store)

@@ -102,7 +102,6 @@ class Sabotage:
 
         def watched(update: Any) -> None:
             events = [(event, "landed") for event in update.ticket.landed]
-            events += [(event, "reader") for readers in update.before.readers for event in readers]
             events += [(event, "loss") for event in update.ticket.losses.ready]
             for event, label in events:
                 self.labels[event] = label
@@ -116,6 +115,7 @@ class Sabotage:
         behind = -1
 
         def held_apply(update: Any) -> Any:
+            self.start.wait(_LONGEST_SECONDS)
             if self.chosen in update.ticket.read or self.chosen in update.after.written:
                 self.harmed.wait(self.patience_seconds)
             return apply(update)

@@ -35,5 +35,5 @@ def random_step(rng: random.Random, blocks: int) -> tuple[list[LayerCost], StepS
     workers, rounds = rng.choice([1, 2, 3, 4, 8]), rng.choice([1, 1, 2])
     shape = StepShape(loads, 1000, weight // 100, workers, rounds, rng.random() < 0.5, slot_seconds=1e-3)
     up, down, update = rng.uniform(0.1, 4), rng.uniform(0.1, 4), rng.uniform(0.05, 2)
-    rates = Rates(1e6 / up, 1e6 / down, 1e6 / update, 4e6)
+    rates = Rates(1e6 / up, 1e6 / down, 1e6 / update)
     return [LayerCost(x, 2 * x) for x in seconds], shape, rates, rng.choice([2, 3, 4, 8])

@@ -27,7 +27,7 @@ def test_the_store_takes_the_bytes_that_were_billed_to_the_last_one(family, lora
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for layer in store.layers
-        for tensor in (layer.weights, layer.gradient, layer.master, layer.exp_avg, layer.exp_avg_sq)
+        for tensor in (layer.weights, layer.second, layer.gradient, layer.master, layer.exp_avg, layer.exp_avg_sq)
         if tensor.numel()
     }
     assert sum(storages.values()) == store_bytes([layer.layout for layer in store.layers])
