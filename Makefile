@@ -27,8 +27,9 @@ check: $(STAMP)  ## lint, formatting and types
 	$(RUN) -m ruff format --check .
 	$(RUN) -m pyright --pythonpath $(RUN)
 
-test: $(STAMP)  ## the default test suite
-	$(RUN) -m pytest
+# A file's tests share what they make. A worker that dies ends the run: with another in its place loadfile hangs.
+test: $(STAMP)  ## the default test suite, in up to four processes
+	$(RUN) -m pytest -n logical --maxprocesses 4 --dist loadfile --max-worker-restart 0
 
 build: $(STAMP)  ## the wheel, into dist/
 	rm -rf build

@@ -74,7 +74,7 @@ def test_what_a_killed_case_has_written_counts(check, script):
     assert [result["value"] for result in record(check)["results"]] == [1234.5, 7.0]
     assert [f["case"] for f in record(check)["failed"]] == ["killed"]
     header, measured, failed = gpu_check.table(check.outcomes).splitlines()
-    assert header.split() == ["case", "median", "drained", "VRAM", "bill", "RAM", "RAM", "bill"]
+    assert header.split() == ["case", "median", "drained", "predicted", "VRAM", "bill", "RAM", "RAM", "bill"]
     assert measured.split() == ["half", "of", "it", "1,234", "7"]
     assert failed.startswith("FAILED killed: exit code")
 

@@ -15,6 +15,8 @@ PLAIN = plan_of([(0, 4)], [(5, 5), (0, 4)], MICROBATCHES, "stage")
 LORA = LoraSettings(r=4, alpha=8.0, dropout=0.2, target_modules=["q_proj", "down_proj"])
 ROUNDED = {"dtype": torch.bfloat16, "gradient_dtype": torch.bfloat16}
 
+pytestmark = pytest.mark.usefixtures("functions_made_once")
+
 RUNS = {
     "gpt2 with dropout": ("gpt2", {}),
     "llama LoRA with dropout, bf16": ("llama", {"lora": LORA, "dtype": torch.bfloat16}),

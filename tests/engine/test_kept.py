@@ -10,8 +10,12 @@ from rpft.model.functions import DeviceBatch
 from rpft.plan.plan import Plan, Stage
 
 FORWARD, BACKWARD = [(0, 1), (2, 3)], [(4, 5), (2, 3), (0, 1)]
-LORA = LoraSettings(4, 8.0, 0.1, "all-linear")
+LORA = LoraSettings(4, 8.0, 0.1, r".*(q_proj|down_proj)")
+EVERYWHERE = LoraSettings(4, 8.0, 0.1, "all-linear")
+"""As ``LORA``, but with graphs so large that choosing what to keep of them takes seconds."""
 PER_TOKEN = [300, 10**6]
+
+pytestmark = pytest.mark.usefixtures("functions_made_once")
 
 
 def keeping(num_bytes):
@@ -33,7 +37,11 @@ def nothing_kept(checkpoint):
 
 
 @pytest.mark.parametrize("num_bytes", PER_TOKEN)
-@pytest.mark.parametrize(("family", "lora"), [("qwen3", None), ("gpt2", None), ("llama", LORA)], ids=str)
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [("qwen3", None), ("gpt2", None), ("llama", LORA), pytest.param("llama", EVERYWHERE, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_any_budget_gives_the_bits_of_none(family, lora, num_bytes, checkpoint, nothing_kept):
     outcome = run_engine(
         checkpoint(family), keeping(num_bytes), 3, lora=lora, kernels="trace", delays_seed=num_bytes

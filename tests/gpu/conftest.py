@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from support import engines
-from support.fixtures import checkpoint, one_thread_a_kernel
+from support.fixtures import SharedFunctions, checkpoint, one_thread_a_kernel
 
 from rpft.engine.cuda import CudaDevice, CudaStream
 from rpft.engine.device import Device
 from rpft.engine.failure import Failure
 from rpft.engine.streams import Delays, Event, Stream
-from rpft.model.functions import LayerFunctions
 
 __all__ = ["checkpoint", "one_thread_a_kernel"]
 
@@ -32,28 +31,7 @@ def deterministic() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = tf32
 
 
-class SharedFunctions:
-    """``LayerFunctions`` of equal models, devices and kernels are one object: a graph is made once a session."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, LayerFunctions] = {}
-        self._skeleton: Any = None
-        self._handed_out = 0
-
-    def __call__(self, skeleton: Any, device: torch.device, dtype: torch.dtype, kernels: Any) -> LayerFunctions:
-        if skeleton is not self._skeleton:
-            self._skeleton, self._handed_out = skeleton, 0
-        model = skeleton.model
-        trained = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
-        # By number, since workers that share a device must not share functions.
-        key = (model.config.to_json_string(), trained, str(device), dtype, kernels, self._handed_out)
-        self._handed_out += 1
-        if key not in self._known:
-            self._known[key] = LayerFunctions(skeleton, device, dtype, kernels, deterministic=True)
-        return self._known[key]
-
-
-_SHARED = SharedFunctions()
+_SHARED = SharedFunctions(deterministic=True)
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from rpft.model.functions import LayerFunctions
+from support import engines
 from support.engines import Outcome, run_engine
 from support.models import tiny_checkpoint
 
@@ -35,6 +37,36 @@ def one_thread_a_kernel() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+class SharedFunctions:
+    """``LayerFunctions`` of equal models, devices and kernels are one object, so that a graph is made once."""
+
+    def __init__(self, deterministic: bool = False) -> None:
+        self._known: dict[Any, LayerFunctions] = {}
+        self._deterministic = deterministic
+        self._skeleton: Any = None
+        self._handed_out = 0
+
+    def __call__(self, skeleton: Any, device: torch.device, dtype: torch.dtype, kernels: Any) -> LayerFunctions:
+        if skeleton is not self._skeleton:
+            self._skeleton, self._handed_out = skeleton, 0
+        model = skeleton.model
+        trained = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+        # By number, since workers that share a device must not share functions.
+        key = (model.config.to_json_string(), trained, str(device), dtype, kernels, self._handed_out)
+        self._handed_out += 1
+        if key not in self._known:
+            self._known[key] = LayerFunctions(skeleton, device, dtype, kernels, self._deterministic)
+        return self._known[key]
+
+
+@pytest.fixture(scope="module")
+def functions_made_once() -> Iterator[None]:
+    """Runs of equal models in a module share graphs. Adapters of equal names in it must have equal settings."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engines, "LayerFunctions", SharedFunctions())
+        yield
 
 
 def remembered(

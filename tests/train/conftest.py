@@ -1,4 +1,7 @@
-"""Tiny projects, each made once a session."""
+"""Tiny projects, each made once a session, and runs that settle quickly."""
+
+import gc
+from types import SimpleNamespace
 
 import pytest
 from support.recipes import make_project
@@ -15,6 +18,15 @@ def project(tmp_path_factory):
         return made[key]
 
     return make
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_to_settle():
+    """A full round of the garbage collector over all that a session has imported takes longer than a tiny run."""
+    quick = SimpleNamespace(collect=lambda: gc.collect(0), freeze=gc.freeze, unfreeze=gc.unfreeze)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rpft.engine.engine.gc", quick)
+        yield
 
 
 @pytest.fixture

@@ -37,6 +37,19 @@ def send_at(step, signals, monkeypatch):
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+@pytest.fixture(autouse=True)
+def no_signal_goes_through():
+    """A signal that no run has caught fails its test, instead of ending the process of all tests."""
+
+    def missed(number, frame):
+        raise AssertionError(f"{signal.Signals(number).name} came when no run caught it")
+
+    before = {number: signal.signal(number, missed) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda n: n.name)
 def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(number, runs, monkeypatch):
     made, unbroken = runs
