@@ -76,6 +76,8 @@ class Workload:
     """What each layer was measured to take; None where nothing was."""
     whole_masters: bool = False
     """As of the host store."""
+    workers_in_ram: int = 0
+    """Workers that have no memory of their own: those of the CPU pool."""
 
 
 def make_bill(plan: Plan, layouts: list[LayerLayout], work: Workload) -> Bill:
@@ -106,6 +108,8 @@ def make_bill(plan: Plan, layouts: list[LayerLayout], work: Workload) -> Bill:
     device["results on their way down"] = _BOUNDARIES_IN_FLIGHT * (
         boundary + plan.keep_bytes_per_token * max_tokens
     )
+    if work.workers_in_ram:
+        host["memory of the workers"] = work.workers_in_ram * sum(device.values())
     trained = sum(layout.num_trained for layout in layouts)
     frozen = any(layout.num_trained == 0 or layout.host_bytes > layout.num_trained * 4 for layout in layouts)
     result = trained * shape.itemsize if frozen else sum(layout.host_bytes for layout in layouts)

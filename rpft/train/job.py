@@ -73,7 +73,12 @@ class Job:
         """Of a step."""
         return -(-self.recipe.train.gradient_accumulation_steps // self.num_microbatches)
 
-    def workload(self, profiles: Sequence[LayerProfile] | None, whole_masters: bool) -> Workload:
+    def workload(
+        self,
+        profiles: Sequence[LayerProfile] | None,
+        whole_masters: bool = False,
+        workers_in_ram: int = 0,
+    ) -> Workload:
         """What decides the memory of this run."""
         return Workload(
             self.shape,
@@ -84,6 +89,7 @@ class Job:
             self.gradient_dtype,
             profiles,
             whole_masters,
+            workers_in_ram,
         )
 
     def mean_step(self) -> tuple[float, float]:

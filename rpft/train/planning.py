@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rpft.model.graphs import KernelKind
-from rpft.plan.bill import Bill, make_bill
+from rpft.plan.bill import Bill, Workload, make_bill
 from rpft.plan.choose import choose_plan, step_shape
 from rpft.plan.costs import measured_costs
 from rpft.plan.machine import Machine, datasheet_profiles
@@ -55,6 +55,11 @@ class Target:
     """Whether copies to a worker need page-locked memory."""
     whole_masters: bool = False
     """As of the host store."""
+
+    def workload(self, job: Job, profiles: Sequence[LayerProfile] | None) -> Workload:
+        """What decides the memory of ``job`` here."""
+        workers_in_ram = self.num_workers if self.vram_bytes is None else 0
+        return job.workload(profiles, self.whole_masters, workers_in_ram)
 
 
 @dataclass
@@ -126,7 +131,7 @@ class Planned(Job):
             profiles = self.profile.at(padded / self.rows)
         else:
             profiles = [scaled(profile, share) for profile in self.profiles]
-        work = replace(self.workload(profiles, self.target.whole_masters), max_tokens=round(padded))
+        work = replace(self.target.workload(self, profiles), max_tokens=round(padded))
         costs = measured_costs(profiles, self.plan.keep_bytes_per_token)
         target = self.target
         shape = step_shape(self.layouts, work, costs, target.num_workers, self.rounds, target.speeds)
@@ -154,7 +159,7 @@ class Planned(Job):
     def full_step_seconds(self) -> float:
         """What a step should take whose lines are all as long as the longest; what plans are compared by."""
         assert self.profiles is not None
-        work = self.workload(self.profiles, self.target.whole_masters)
+        work = self.target.workload(self, self.profiles)
         costs = measured_costs(self.profiles, self.plan.keep_bytes_per_token)
         target = self.target
         shape = step_shape(self.layouts, work, costs, target.num_workers, self.rounds, target.speeds)
@@ -176,7 +181,7 @@ def plan_job(
     job: Job, target: Target, profiles: Sequence[LayerProfile] | None, profile: Profile | None = None
 ) -> Planned:
     """Chooses the plan, unless one is given, and makes its bill; whether that fits is not asked here."""
-    work = job.workload(profiles, target.whole_masters)
+    work = target.workload(job, profiles)
     plan = job.given or choose_plan(
         job.layouts,
         job.skeleton,
@@ -206,7 +211,7 @@ def plan_for_machine(recipe: Recipe, machine: Machine, name: str) -> Planned:
     job = read_job(recipe, KernelChoice(kernels))
     wanted = recipe.engine.workers
     machine = machine if wanted is None else machine.with_workers(wanted)
-    work = job.workload(None, job.delayed)
+    work = job.workload(None)
     profiles = datasheet_profiles(machine, job.layouts, job.skeleton, work, job.data.longest)
     speeds = machine.speeds
     target = Target(

@@ -60,6 +60,7 @@ def test_a_run_allocates_no_more_than_the_bill_of_its_plan(seed, adapter, projec
     fixed = bill.device_parts["weight, gradient and hidden-state buffers"]
     assert [device.peak_bytes() for device in seen.devices] == [fixed, fixed]
     assert bill.host == sum(bill.host_parts.values())
+    assert bill.host_parts["memory of the workers"] == 2 * bill.device  # they have no other
     assert bill.device == sum(bill.device_parts.values())
     saved = sum(f.stat().st_size for f in output.rglob("*.safetensors"))
     assert bill.result >= saved
