@@ -223,7 +223,9 @@ def _without_template_blanks(said: str, message: dict[str, Any]) -> str:
     stripped = said.rstrip()
     answer = (message["content"] or "").rstrip()
     if answer and stripped.endswith(answer):
-        return said
+        before = stripped[: -len(answer)]
+        if not before.endswith(answer):  # else the answer is the text of the token itself
+            return said
     return stripped
 
 

@@ -3,7 +3,7 @@
 import chat_kinds as kinds
 import pytest
 from chat_kinds import chat
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from rpft.data.dataset import DataSettings, explain_row, load_dataset
@@ -371,11 +371,21 @@ def test_the_turns_of_a_long_chat_are_found_with_few_renderings(make_tokenizer, 
 )
 def test_text_that_looks_like_a_turn_does_not_mislead(make_tokenizer, said, template, data):
     """Messages that hold the template's own words, and tool turns among them."""
+    assume(any(text.strip() for text in said[1::2]))  # else there is nothing to learn, and the chat is dropped
     turns = [f"{'UA'[i % 2]} {text}" for i, text in enumerate(said)]
     if data.draw(st.booleans()):
         turns.insert(data.draw(st.integers(1, len(turns) - 1)), "T 2")
     spans, exact, _ = derived(chat(*turns), _one_tokenizer(make_tokenizer), template)
     assert spans == exact
+
+
+@pytest.mark.parametrize("template", [kinds.CHATML, kinds.LINES])
+def test_an_answer_that_is_the_text_of_the_end_token_ends_where_others_do(make_tokenizer, template):
+    turns = ["U a", "A a", "U a", "A a", "U a", "A <|im_end|>", "U a", "A a"]
+    spans, exact, _ = derived(chat(*turns), make_tokenizer(), template)
+    assert spans == exact
+    lengths = [end - start for start, end in spans]
+    assert lengths[2] - lengths[1] == len("<|im_end|>") - len("a")
 
 
 _made = []
