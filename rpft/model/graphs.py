@@ -178,6 +178,8 @@ class JointGraph:
             if node.args[0] not in self._sums:
                 raise Untraceable(f"{node.target} writes into a tensor of the model")
         self._backward_nodes = _reached_from([self._grad], nodes)
+        self._orders: dict[float, list[list[fx.Node]]] = {}
+        """What was chosen for a budget: that takes seconds for a block of many products."""
 
     def forward(self, kept: Sequence[fx.Node]) -> fx.GraphModule:
         """(data) -> (output, then each of ``kept``)."""
@@ -198,6 +200,11 @@ class JointGraph:
 
     def keep_in_order(self, budget_bytes: float = float("inf")) -> list[list[fx.Node]]:
         """As ``keep``: the results of one operation after the other, the best first."""
+        if budget_bytes not in self._orders:
+            self._orders[budget_bytes] = self._choose(budget_bytes)
+        return self._orders[budget_bytes]
+
+    def _choose(self, budget_bytes: float) -> list[list[fx.Node]]:
         ends = [*self._grad_hidden, *self._effects]
         kept: list[fx.Node] = []
         order: list[list[fx.Node]] = []
