@@ -22,9 +22,9 @@ from record import machine, write_record
 
 from rpft.data.dataset import DataSettings, Loading, load_dataset
 from rpft.data.packing import pack_lengths, packing_efficiency
-from rpft.data.pool import available_cores
 from rpft.data.rows import lengths_of
 from rpft.data.sources import Source, read_rows
+from rpft.host import available_cores
 
 _BARE_ROWS = 50_000
 _SYLLABLES = ("ta", "ne", "ri", "so", "lu", "ka", "men", "por", "the", "ing", "er", "an", "st", "qu", "is", "o")

@@ -43,7 +43,7 @@ from rpft.optim.schedule import Schedule
 from rpft.plan.bill import Workload, available_host_bytes, gib, make_bill
 from rpft.plan.choose import choose_plan, model_shape, step_shape
 from rpft.plan.costs import measured_costs
-from rpft.plan.profile import LayerProfile, measure_layers, measure_link
+from rpft.plan.profile import LayerMeter, LayerProfile, layers_by_kind, measure_link
 from rpft.plan.simulate import ASSUMED_RATES, Rates, step_seconds
 
 DTYPE = torch.bfloat16
@@ -182,7 +182,13 @@ class Model:
         """What each layer takes at the shape of ``step``; None with eager kernels."""
         if self.arguments.kernels == "eager":
             return None
-        profiles = measure_layers(self.functions[0], self.layouts, step.size, step.sequence, self.vocabulary)
+        functions, found = self.functions[0], {}
+        meter = LayerMeter(functions, self.layouts, step.size, step.sequence, self.vocabulary)
+        for layers in layers_by_kind(functions, len(self.layouts)):
+            found |= dict.fromkeys(layers, meter.measure(layers[0]))
+        if functions.device.type == "cuda":
+            torch.cuda.empty_cache()
+        profiles = [found[layer] for layer in range(len(self.layouts))]
         _print_profiles(profiles)
         return profiles
 

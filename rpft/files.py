@@ -5,8 +5,10 @@ They are called through this module (``files.write(...)``), so that a test can p
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -59,3 +61,11 @@ def existing_folder(path: Path) -> Path:
 def free_bytes(path: Path) -> int:
     """Bytes that may be written on the disk of ``path``, which need not exist yet."""
     return shutil.disk_usage(existing_folder(path)).free
+
+
+def digest(paths: Iterable[Path]) -> str:
+    """A short checksum of files' names and contents, in the order given."""
+    hashed = hashlib.blake2b(digest_size=16)
+    for path in paths:
+        hashed.update(path.name.encode() + b"\0" + path.read_bytes())
+    return hashed.hexdigest()

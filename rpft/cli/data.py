@@ -11,7 +11,7 @@ import typer
 from rpft.errors import UserError
 
 if TYPE_CHECKING:
-    from rpft.data.dataset import Dataset, DataSettings
+    from rpft.data.dataset import DataSettings
     from rpft.data.sources import Source
     from rpft.recipe.schema import Recipe
 
@@ -48,15 +48,17 @@ def data(
     settings = load_recipe(recipe, overrides or [])
     if html is not None and (as_json or row is not None):
         raise UserError("--html shows everything on one page; give it without --json and --row")
-    _quiet()
-    from rpft.train.rows import data_settings, data_sources, load_tokenizer
+    from rpft.cli.train import quiet_libraries
+
+    quiet_libraries()
+    from rpft.train.rows import data_settings, data_sources, load_rows, load_tokenizer
 
     tokenizer = load_tokenizer(settings.model.path, settings.model.revision)
     how, sources = data_settings(settings.data), data_sources(settings.data.train)
     if row is not None:
         _show_row(sources[0], row, tokenizer, how, as_json)
     elif as_json:
-        dataset, _ = _load(settings, tokenizer, how)
+        dataset, _ = load_rows(settings.data, tokenizer, how)
         counts = [
             {"path": r.path, "rows": r.rows, "trained_rows": r.trained_rows, "dropped": r.dropped}
             for r in dataset.reports
@@ -67,28 +69,6 @@ def data(
         _write_page(settings, recipe, html, sources, tokenizer, how)
     else:
         _show(settings, sources, tokenizer, how)
-
-
-def _quiet() -> None:
-    import os
-
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-
-
-def _load(settings: Recipe, tokenizer: Any, how: DataSettings) -> tuple[Dataset, Dataset | None]:
-    from rpft.data.dataset import load_dataset
-    from rpft.data.progress import LoadingProgress
-    from rpft.train.rows import data_loading, data_sources
-
-    spec = settings.data
-    with LoadingProgress() as progress:
-        loading = data_loading(spec, progress)
-        train = load_dataset(data_sources(spec.train), tokenizer, how, loading)
-        evaluation = load_dataset(data_sources(spec.eval), tokenizer, how, loading) if spec.eval else None
-    return train, evaluation
 
 
 def _show_row(source: Source, index: int, tokenizer: Any, how: DataSettings, as_json: bool) -> None:
@@ -121,6 +101,7 @@ def _show(settings: Recipe, sources: list[Source], tokenizer: Any, how: DataSett
     from rpft.data.preview import first_row, preview
     from rpft.data.selection import count_shared
     from rpft.data.show import legend, print_figures, print_reports, print_row
+    from rpft.train.rows import load_rows
 
     console = Console(highlight=False)
     legend(console)
@@ -131,7 +112,7 @@ def _show(settings: Recipe, sources: list[Source], tokenizer: Any, how: DataSett
             console.print(f"\n{found[0]}", markup=False, soft_wrap=True)
             print_row(console, found[1], tokenizer, short=True)
     console.print()
-    dataset, evaluation = _load(settings, tokenizer, how)
+    dataset, evaluation = load_rows(settings.data, tokenizer, how)
     print_reports(console, "train", dataset.reports)
     if evaluation is not None:
         print_reports(console, "eval", evaluation.reports)
@@ -151,16 +132,15 @@ def _show(settings: Recipe, sources: list[Source], tokenizer: Any, how: DataSett
 def _write_page(
     settings: Recipe, recipe: Path, html: Path, sources: list[Source], tokenizer: Any, how: DataSettings
 ) -> None:
+    from rpft.cli.output import write_output
     from rpft.data.page import render_page
     from rpft.data.preview import first_row, preview
+    from rpft.train.rows import load_rows
 
-    dataset, evaluation = _load(settings, tokenizer, how)
+    dataset, evaluation = load_rows(settings.data, tokenizer, how)
     figures = preview(dataset, sources, how.max_seq_len)
     first = [found for source in sources if (found := first_row(source, tokenizer, how)) is not None]
     reports = evaluation.reports if evaluation is not None else []
     page = render_page(f"rpft data {recipe}", dataset, reports, figures, first, tokenizer, how.max_seq_len)
-    try:
-        html.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--html {html}: cannot be written: {error.strerror}") from error
+    write_output("--html", html, page)
     typer.echo(f"{html}: {len(dataset.rows):,} rows of {len(sources)} entries; open it in a browser")

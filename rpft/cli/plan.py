@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rpft.errors import EXIT_BAD_INPUT, UserError
+from rpft.cli.output import write_output
+from rpft.errors import EXIT_BAD_INPUT
 
 if TYPE_CHECKING:
     from rpft.plan.predict import Prediction
@@ -49,7 +50,7 @@ def plan(
     prediction = planned.full_prediction()
     text = planned.plan.to_json(**planned.about(prediction))
     if out is not None:
-        _write(out, text)
+        write_output("--out", out, text + "\n")
     if as_json:
         typer.echo(text)
         return
@@ -79,13 +80,6 @@ def _planned(settings: Recipe, machine: str | None) -> Planned:
     bench = set_up(settings)
     # Without graphs no layer is compiled, and other lengths are soon measured.
     return plan_here(bench, bench.find_profile(say, needed=True, lengths=not bench.job.kernels.graphs))
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--out {path}: cannot be written: {error.strerror}") from error
 
 
 def _show(planned: Planned, prediction: Prediction | None) -> None:

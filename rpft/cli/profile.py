@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rpft.errors import UserError
+from rpft.cli.output import write_output
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -46,10 +46,7 @@ def profile(
 
     measured = set_up(settings).measure_and_keep(say, lengths=True, thorough=True)
     if out is not None:
-        try:
-            out.write_text(measured.to_json() + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"--out {out}: cannot be written: {error.strerror}") from error
+        write_output("--out", out, measured.to_json() + "\n")
     if as_json:
         typer.echo(measured.to_json())
         return

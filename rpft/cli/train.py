@@ -167,14 +167,22 @@ def set_up_process(settings: Recipe) -> None:
     # cuBLAS reads this when it starts; without it deterministic products are refused.
     if settings.engine.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    quiet_libraries()
     import torch
-    import transformers
 
-    transformers.logging.set_verbosity_error()
     torch.use_deterministic_algorithms(settings.engine.deterministic)
     if settings.engine.cpu_threads is not None:
         torch.set_num_threads(settings.engine.cpu_threads)
+
+
+def quiet_libraries() -> None:
+    """No advice of tokenizers and transformers between our own lines."""
+    import os
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
 
 
 def describe(prepared: Prepared) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -15,10 +14,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from rpft import host
 from rpft.data.loader import DataSettings
 from rpft.data.report import SourceReport
 from rpft.data.rows import Block, BlockWriter, map_block
 from rpft.data.sources import Source, files_of
+from rpft.files import digest
 
 CACHED_FROM_BYTES = 16 << 20
 """Size of a source from which its tokens are worth a place on the disk."""
@@ -29,8 +30,7 @@ _SAMPLE_BYTES = 1 << 16
 
 def default_folder() -> Path:
     """Where tokens are kept unless the recipe names a folder."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "rpft" / "tokens"
+    return host.cache_folder("tokens")
 
 
 def is_large(source: Source) -> bool:
@@ -136,9 +136,7 @@ def _tokenizer_mark(tokenizer: Any) -> list[str]:
 @functools.cache
 def _code_mark() -> list[str]:
     """The code of this package, templates included, and the libraries that it leans on."""
-    hashed = hashlib.blake2b(digest_size=16)
     here = Path(__file__).parent
-    for path in sorted([*here.glob("*.py"), *here.glob("templates/*.jinja")]):
-        hashed.update(path.name.encode() + b"\0" + path.read_bytes())
+    code = digest(sorted([*here.glob("*.py"), *here.glob("templates/*.jinja")]))
     libraries = [f"{name} {version(name)}" for name in ("transformers", "tokenizers", "jinja2")]
-    return [hashed.hexdigest(), *libraries]
+    return [code, *libraries]

@@ -8,15 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rpft.data.rows import Row, lengths_of
-
 _EVEN_AT_TOKENS = 16_384
 """Length at which attention costs as much as all that is linear in it; exact only for one size of model."""
-
-
-def pack_rows(rows: Sequence[Row], max_seq_len: int) -> list[tuple[int, ...]]:
-    """Put rows into packs of at most ``max_seq_len`` tokens: groups of row indices."""
-    return pack_lengths(lengths_of(rows), max_seq_len)
 
 
 def pack_lengths(lengths: Sequence[int] | np.ndarray, max_seq_len: int) -> list[tuple[int, ...]]:

@@ -35,13 +35,6 @@ _loader: RowLoader | None = None
 """Of a helping process."""
 
 
-def available_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def load_blocks(
     stream: Iterator[Unread],
     source: Source,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,8 +91,34 @@ def map_block(folder: Path) -> Block:
     return block
 
 
-class Rows(Sequence[Row]):
-    """The rows of several blocks as one sequence; a row is made when it is asked for, as a view."""
+class _FlatRows(Sequence[Row]):
+    """Rows that are made when they are asked for."""
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self._row(i) for i in range(*index.indices(len(self)))]
+        return self._row(index)
+
+    @abstractmethod
+    def _row(self, index: int) -> Row: ...
+
+    @property
+    @abstractmethod
+    def lengths(self) -> np.ndarray:
+        """Tokens of each row, int32 [rows]."""
+
+    @property
+    @abstractmethod
+    def keys(self) -> np.ndarray:
+        """The key of each row, uint64 [rows]."""
+
+
+class Rows(_FlatRows):
+    """The rows of several blocks as one sequence, each a view."""
 
     def __init__(self, blocks: Iterable[Block]) -> None:
         self.blocks = list(blocks)
@@ -103,13 +130,7 @@ class Rows(Sequence[Row]):
     def __len__(self) -> int:
         return self._starts[-1]
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def _row(self, index: int) -> Row:
         block, place = self._find(index)
         ends = self._ends[block]
         start, end = int(ends[place - 1]) if place else 0, int(ends[place])
@@ -132,18 +153,16 @@ class Rows(Sequence[Row]):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each row, int32 [rows]."""
         parts = [block.lengths for block in self.blocks]
         return np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
     @property
     def keys(self) -> np.ndarray:
-        """The key of each row, uint64 [rows]."""
         parts = [block.keys for block in self.blocks]
         return np.concatenate(parts) if parts else np.zeros(0, np.uint64)
 
 
-class ChosenRows(Sequence[Row]):
+class ChosenRows(_FlatRows):
     """Some rows of a sequence, by their indices, in that order."""
 
     def __init__(self, rows: Sequence[Row], indices: np.ndarray) -> None:
@@ -153,13 +172,7 @@ class ChosenRows(Sequence[Row]):
     def __len__(self) -> int:
         return len(self.indices)
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        if isinstance(index, slice):
-            return [self._rows[int(i)] for i in self.indices[index]]
+    def _row(self, index: int) -> Row:
         return self._rows[int(self.indices[index])]
 
     @property
@@ -173,14 +186,14 @@ class ChosenRows(Sequence[Row]):
 
 def lengths_of(rows: Sequence[Row]) -> np.ndarray:
     """Tokens of each row, int32 [rows]."""
-    if isinstance(rows, (Rows, ChosenRows)):
+    if isinstance(rows, _FlatRows):
         return rows.lengths
     return np.array([len(row.ids) for row in rows], dtype=np.int32)
 
 
 def keys_of(rows: Sequence[Row]) -> np.ndarray:
     """The key of each row, uint64 [rows]: see Block."""
-    if isinstance(rows, (Rows, ChosenRows)):
+    if isinstance(rows, _FlatRows):
         return rows.keys
     return Block.of(rows, range(len(rows))).keys
 

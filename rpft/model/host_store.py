@@ -51,12 +51,17 @@ class HostLayer:
     @property
     def dtype(self) -> torch.dtype:
         """Of the trained working weights."""
-        return next((spec.dtype for spec, _ in self.layout.own.values() if spec.trained), torch.float32)
+        return self.layout.trained_dtype
 
     @property
     def working(self) -> torch.Tensor:
         """The trained working weights that belong to the masters, flat [num_trained]."""
         return self.copy(self.latest)
+
+    @property
+    def lagging(self) -> torch.Tensor:
+        """Those of one update ago, where there are two copies, flat [num_trained]."""
+        return self.copy(1 - self.latest)
 
     def copy(self, number: int) -> torch.Tensor:
         """Copy ``number`` of the trained working weights, flat [num_trained]."""
@@ -148,7 +153,7 @@ class HostStore:
     def lagging_tensor(self, name: str) -> torch.Tensor:
         """The working tensor ``name`` of one update ago, in a store of two copies."""
         layer, start, spec = self._trained(name)
-        return layer.copy(1 - layer.latest)[start : start + spec.num_elements].view(spec.shape)
+        return layer.lagging[start : start + spec.num_elements].view(spec.shape)
 
     def layer_weights(self, layer: int) -> dict[str, torch.Tensor]:
         """Every tensor that the functions of ``layer`` use, borrowed ones too: views of the host buffers."""
@@ -203,7 +208,7 @@ class HostStore:
 
 def _trained_bytes(layout: LayerLayout, whole_masters: bool) -> tuple[int, int]:
     """Bytes of a layer's trained working weights, and of what their masters are beside them."""
-    dtype = next((spec.dtype for spec, _ in layout.own.values() if spec.trained), torch.float32)
+    dtype = layout.trained_dtype
     size = 0 if dtype == torch.float32 else 4 if whole_masters or dtype == torch.float16 else 2
     return layout.num_trained * dtype.itemsize, layout.num_trained * size
 

@@ -112,6 +112,11 @@ class LayerLayout:
     """Elements of the layer's gradient: own, then borrowed."""
 
     @property
+    def trained_dtype(self) -> torch.dtype:
+        """Of the trained tensors; float32 where there are none."""
+        return next((spec.dtype for spec, _ in self.own.values() if spec.trained), torch.float32)
+
+    @property
     def frozen_start(self) -> int:
         """Where the layer's own frozen tensors begin in its host buffer, in bytes; its end if there are none."""
         frozen = (offset for spec, offset in self.own.values() if not spec.trained)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+
+from rpft.host import available_cores
 
 _WORTH_MORE_THREADS = 0.03
 """A higher number of threads is taken for at least this share of the time."""
@@ -46,8 +47,7 @@ def _openmp() -> ctypes.CDLL | None:
 
 def thread_counts(spare_cores: int) -> list[int]:
     """Numbers of threads worth a trial: all cores of this process but ``spare_cores``, and some shares of that."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    most = max(1, cores - spare_cores)
+    most = max(1, available_cores() - spare_cores)
     return sorted({max(1, round(most * share)) for share in (0.25, 0.375, 0.5, 0.75, 1.0)})
 
 

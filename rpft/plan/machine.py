@@ -22,15 +22,14 @@ from rpft.model.skeleton import Skeleton
 from rpft.plan.bill import HEAD_CHUNK_BYTES_PER_LOGIT, Workload, estimated_block_bytes
 from rpft.plan.costs import layer_costs
 from rpft.plan.profile import LayerProfile
-from rpft.plan.simulate import Rates
+from rpft.plan.simulate import UPDATE_BYTES, Rates
 from rpft.recipe.section import Section, listed
 
 ACHIEVED = 0.65
 """Share of a datasheet's products that layers reach: 0.65 to 0.69 on an H200, compiled, 8 x 4,096 tokens."""
 
-_UPDATE_BYTES = 26
 _UPDATE_SHARE = 0.75
-"""Of the host's memory bandwidth, what the optimizer's pass over 26 bytes a parameter reaches."""
+"""Of the host's memory bandwidth, what the optimizer's pass over a parameter's bytes reaches."""
 
 _UPDATES_OF_A_CORE = 5e8
 _KEPT_BY_CUDA = 0.06
@@ -99,7 +98,7 @@ class Machine(Section):
         """Of links and optimizer; where cards differ every link is as slow as the slowest."""
         link = min(kind.link_gbps for kind in self.gpus) * 1e9
         host = self.host
-        update = min(_UPDATES_OF_A_CORE * host.cores, _UPDATE_SHARE * host.memory_gbps * 1e9 / _UPDATE_BYTES)
+        update = min(_UPDATES_OF_A_CORE * host.cores, _UPDATE_SHARE * host.memory_gbps * 1e9 / UPDATE_BYTES)
         shared = self.shared_link
         if shared is None or shared.gbps * 1e9 >= shared.gpus * link:
             return Rates(link, link, update)
@@ -152,7 +151,7 @@ def datasheet_profiles(
     sequence: int,
     achieved: float = ACHIEVED,
 ) -> list[LayerProfile]:
-    """What each layer should take on the first card of ``machine``, in the place of `measure_layers`.
+    """What each layer should take on the first card of ``machine``, in the place of a `LayerMeter`.
 
     Products of weights and of causal attention over ``sequence`` tokens, at ``achieved`` of the datasheet's rate;
     memory as the bill estimates it. What is not a product is in that share.

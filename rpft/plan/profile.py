@@ -90,26 +90,6 @@ def layers_by_kind(functions: LayerFunctions, num_layers: int) -> list[tuple[int
     return [tuple(layers) for layers in kinds.values()]
 
 
-def measure_layers(
-    functions: LayerFunctions,
-    layouts: list[LayerLayout],
-    rows: int,
-    sequence: int,
-    vocabulary: int,
-    *,
-    dropout: bool = False,
-    packed: bool = False,
-) -> list[LayerProfile]:
-    """A profile a layer, as ``LayerMeter`` gives them. Blocks of one kind are measured once."""
-    meter = LayerMeter(functions, layouts, rows, sequence, vocabulary, dropout=dropout, packed=packed)
-    profiles: dict[int, LayerProfile] = {}
-    for layers in layers_by_kind(functions, len(layouts)):
-        profiles |= dict.fromkeys(layers, meter.measure(layers[0]))
-    if functions.device.type == "cuda":
-        torch.cuda.empty_cache()
-    return [profiles[layer] for layer in range(len(layouts))]
-
-
 def memory_measured(profiles: Sequence[LayerProfile]) -> bool:
     """Whether ``profiles`` have bytes: on the CPU only time is measured."""
     return any(profile.backward_bytes for profile in profiles)

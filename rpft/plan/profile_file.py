@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rpft import files
+from rpft import files, host
 from rpft.errors import UserError
 from rpft.plan.profile import LayerProfile
 from rpft.plan.simulate import Rates
@@ -179,7 +178,7 @@ def _layer(data: dict[str, Any]) -> LayerProfile:
 
 def cache_folder() -> Path:
     """Where profiles are kept for the next run."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rpft" / "profiles"
+    return host.cache_folder("profiles")
 
 
 def cached_path(conditions: dict[str, Any]) -> Path:

@@ -15,7 +15,7 @@ from rpft.plan.costs import LayerLoad
 from rpft.plan.plan import Plan
 from rpft.plan.pool import Pool, SlotWork
 
-_UPDATE_BYTES = 26
+UPDATE_BYTES = 26
 """Of memory traffic for a parameter's update."""
 
 _SLOT_SECONDS = 3e-4
@@ -51,7 +51,7 @@ class Rates:
 
         Measured: an update of 26 bytes a parameter, slowed down by the hidden states that go down beside it.
         """
-        return 1.4 * _UPDATE_BYTES * self.update
+        return 1.4 * UPDATE_BYTES * self.update
 
 
 ASSUMED_RATES = Rates(up=25e9, down=25e9, update=2e9)

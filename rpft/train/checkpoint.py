@@ -237,7 +237,7 @@ def _entries(layout: LayerLayout, lagging: bool, store: HostStore | None = None)
         layer, first, stop = store.layers[layout.layer], offset + first, offset + stop
         if kind == "master":
             return layer.master_values(first, stop)
-        return (layer.copy(1 - layer.latest) if kind == "working" else getattr(layer, kind))[first:stop]
+        return (layer.lagging if kind == "working" else getattr(layer, kind))[first:stop]
 
     for name, (spec, byte_offset) in layout.own.items():
         if not spec.trained:

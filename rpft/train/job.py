@@ -92,6 +92,10 @@ class Job:
             workers_in_ram,
         )
 
+    def parts(self) -> dict[str, Any]:
+        """The fields of a Job, of this one or of what is made from one."""
+        return {field.name: getattr(self, field.name) for field in fields(Job)}
+
     def mean_step(self) -> tuple[float, float]:
         """(Tokens of a microbatch, padding included; tokens of a step without), mean over the first steps."""
         steps = [self.data.step(n) for n in range(1, min(_STEPS_SAMPLED, self.data.order.num_steps) + 1)]
@@ -104,7 +108,7 @@ class Job:
 
         UserError where the change contradicts something else.
         """
-        base = Job(**{field.name: getattr(self, field.name) for field in fields(Job)})
+        base = Job(**self.parts())
         if (recipe.model, recipe.adapter) != (self.recipe.model, self.recipe.adapter):
             base = replace(base, **_model_parts(recipe, self.config))
         data = self.data if longest is None else replace(self.data, pad_lengths=[longest])

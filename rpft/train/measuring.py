@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,8 @@ import transformers
 import rpft
 from rpft.engine.device import Device
 from rpft.errors import UserError
+from rpft.files import digest
+from rpft.host import available_cores
 from rpft.model.functions import LayerFunctions
 from rpft.model.layout import align
 from rpft.optim.one_pass import OnePass, measured_rate
@@ -220,7 +221,7 @@ class Workbench:
             "workers": [torch.cuda.get_device_name(place) if self.on_cuda else "CPU" for place in places],
             "cuda": (torch.version.cuda or torch.version.hip) if self.on_cuda else None,
             "processor": _processor(),
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "cores": available_cores(),
         }
 
 
@@ -256,8 +257,6 @@ def _processor() -> str:
 @functools.cache
 def _code_mark() -> str:
     """A digest of the code that runs the layers, the optimizer and the measurement."""
-    hashed, package = hashlib.blake2b(digest_size=16), Path(rpft.__file__).parent
+    package = Path(rpft.__file__).parent
     folders = [sorted((package / name).glob("*.py")) for name in ("model", "optim")]
-    for path in [*folders[0], *folders[1], package / "plan" / "profile.py"]:
-        hashed.update(path.name.encode() + b"\0" + path.read_bytes())
-    return hashed.hexdigest()
+    return digest([*folders[0], *folders[1], package / "plan" / "profile.py"])

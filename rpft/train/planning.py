@@ -15,7 +15,7 @@ from rpft.plan.plan import Plan
 from rpft.plan.predict import Prediction, predict
 from rpft.plan.profile import LayerProfile
 from rpft.plan.profile_file import Profile
-from rpft.plan.simulate import ASSUMED_RATES, Rates, step_seconds
+from rpft.plan.simulate import ASSUMED_RATES, Rates, StepShape, step_seconds
 from rpft.recipe.schema import Recipe
 from rpft.train.checkpoint import checkpoint_bytes
 from rpft.train.job import Job, made_for, read_job
@@ -114,8 +114,8 @@ class Planned(Job):
     @property
     def short_of(self) -> list[str]:
         """The kinds of memory of which there is too little."""
-        limits = {name: limit for name, limit in self.limits.items() if limit is not None}
-        return [name for name, limit in limits.items() if self.memory[name] > limit]
+        memory = self.memory
+        return [name for name, limit in self.limits.items() if limit is not None and memory[name] > limit]
 
     @property
     def fits(self) -> bool:
@@ -131,13 +131,10 @@ class Planned(Job):
             profiles = self.profile.at(padded / self.rows)
         else:
             profiles = [scaled(profile, share) for profile in self.profiles]
-        work = replace(self.target.workload(self, profiles), max_tokens=round(padded))
-        costs = measured_costs(profiles, self.plan.keep_bytes_per_token)
-        target = self.target
-        shape = step_shape(self.layouts, work, costs, target.num_workers, self.rounds, target.speeds)
+        shape = self._step_shape(profiles, round(padded))
         # A plan that was given may hold more microbatches than a round has.
         in_round = -(-self.recipe.train.gradient_accumulation_steps // self.rounds)
-        return predict(replace(self.plan, num_microbatches=in_round), shape, target.rates, tokens)
+        return predict(replace(self.plan, num_microbatches=in_round), shape, self.target.rates, tokens)
 
     def full_prediction(self) -> Prediction | None:
         """``prediction``, with what memory costs: that takes another search for a plan."""
@@ -159,11 +156,15 @@ class Planned(Job):
     def full_step_seconds(self) -> float:
         """What a step should take whose lines are all as long as the longest; what plans are compared by."""
         assert self.profiles is not None
-        work = self.target.workload(self, self.profiles)
-        costs = measured_costs(self.profiles, self.plan.keep_bytes_per_token)
+        shape = self._step_shape(self.profiles, self.rows * self.data.longest)
+        return step_seconds(self.plan, shape, self.target.rates)
+
+    def _step_shape(self, profiles: Sequence[LayerProfile], max_tokens: int) -> StepShape:
+        """What the simulator is told of a step whose microbatches have ``max_tokens``, padding included."""
         target = self.target
-        shape = step_shape(self.layouts, work, costs, target.num_workers, self.rounds, target.speeds)
-        return step_seconds(self.plan, shape, target.rates)
+        work = replace(target.workload(self, profiles), max_tokens=max_tokens)
+        costs = measured_costs(profiles, self.plan.keep_bytes_per_token)
+        return step_shape(self.layouts, work, costs, target.num_workers, self.rounds, target.speeds)
 
     def about(self, prediction: Prediction | None) -> dict[str, Any]:
         """What a plan file says beside the plan."""
@@ -195,7 +196,7 @@ def plan_job(
         target.speeds,
     )
     return Planned(
-        **{name: getattr(job, name) for name in Job.__dataclass_fields__},
+        **job.parts(),
         target=target,
         profile=profile,
         profiles=None if profiles is None else list(profiles),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import transformers
 
@@ -40,22 +38,10 @@ def run_identity(prepared: Prepared) -> dict[str, Any]:
             "items": len(data.items),
             "tokens": data.train.tokens,
             "trained_tokens": data.train.trained_tokens,
-            "sha256": _digest_of_rows(prepared),
+            "sha256": data.digest,
         },
         "num_steps": data.order.num_steps,
     }
-
-
-def _digest_of_rows(prepared: Prepared) -> str:
-    """Of the training rows' ids and trained tokens, in the order and the packs in which steps draw on them."""
-    digest, rows = hashlib.sha256(), prepared.data.train.rows
-    for group in prepared.data.items:
-        for index in group:
-            row = rows[index]
-            digest.update(len(row.ids).to_bytes(8, "little"))
-            digest.update(np.ascontiguousarray(row.ids).data)
-            digest.update(np.ascontiguousarray(row.trained).data)
-    return digest.hexdigest()
 
 
 def about_run(prepared: Prepared) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,13 @@ from rpft.data.batches import BatchOrder, Microbatch, lay_out, make_microbatches
 from rpft.data.dataset import Dataset, DataSettings, Loading, load_dataset
 from rpft.data.packing import choose_microbatches, pack_lengths
 from rpft.data.padding import choose_pad_lengths
-from rpft.data.pool import available_cores
 from rpft.data.progress import LoadingProgress
 from rpft.data.rows import ChosenRows, lengths_of
 from rpft.data.selection import count_shared, hold_out, weigh
 from rpft.data.sources import Source
 from rpft.data.templates import read_template
 from rpft.errors import UserError
+from rpft.host import available_cores
 from rpft.model.layout import align
 from rpft.recipe import schema
 
@@ -59,6 +61,18 @@ class RunData:
     def longest(self) -> int:
         """Tokens of the longest line of a microbatch, padding included."""
         return self.pad_lengths[-1]
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the training rows' ids and trained tokens, in the order and the packs in which steps draw on them."""
+        digest, rows = hashlib.sha256(), self.train.rows
+        for group in self.items:
+            for index in group:
+                row = rows[index]
+                digest.update(len(row.ids).to_bytes(8, "little"))
+                digest.update(np.ascontiguousarray(row.ids).data)
+                digest.update(np.ascontiguousarray(row.trained).data)
+        return digest.hexdigest()
 
     def step(self, step: int) -> list[Microbatch]:
         """The microbatches of ``step``, counted from 1."""
@@ -117,6 +131,15 @@ def data_loading(spec: schema.Data, progress: LoadingProgress) -> Loading:
     return Loading(processes, os.path.expanduser(spec.token_cache), progress)
 
 
+def load_rows(spec: schema.Data, tokenizer: Any, settings: DataSettings) -> tuple[Dataset, Dataset | None]:
+    """The rows of data.train, and of data.eval where there are any; how far they are is shown meanwhile."""
+    with LoadingProgress() as progress:
+        loading = data_loading(spec, progress)
+        train = load_dataset(data_sources(spec.train), tokenizer, settings, loading)
+        held_out = load_dataset(data_sources(spec.eval), tokenizer, settings, loading) if spec.eval else None
+    return train, held_out
+
+
 def load_data(recipe: schema.Recipe, folder: Path, few_shapes: bool, positions: int | None) -> RunData:
     """Tokenises the recipe's rows with the tokenizer in ``folder``.
 
@@ -124,11 +147,7 @@ def load_data(recipe: schema.Recipe, folder: Path, few_shapes: bool, positions: 
     """
     spec, settings_train = recipe.data, recipe.train
     tokenizer = load_tokenizer(folder)
-    settings = data_settings(spec)
-    with LoadingProgress() as progress:
-        loading = data_loading(spec, progress)
-        data = load_dataset(data_sources(spec.train), tokenizer, settings, loading)
-        held_out = load_dataset(data_sources(spec.eval), tokenizer, settings, loading) if spec.eval else None
+    data, held_out = load_rows(spec, tokenizer, data_settings(spec))
     _refuse_pairs(data, held_out)
     train, source_of = data, np.repeat(np.arange(len(data.reports)), [r.trained_rows for r in data.reports])
     if spec.eval_fraction or spec.eval_rows:

@@ -9,6 +9,7 @@ from typing import Any
 from rpft.errors import UserError
 from rpft.model.layout import align
 from rpft.plan.bill import gib
+from rpft.plan.partition import choose_num_microbatches
 from rpft.recipe.schema import Adapter, Recipe
 from rpft.train.planning import MEMORY_NAMES, Planned, plan_job, scaled
 from rpft.train.rows import PAD_TO_MULTIPLE
@@ -107,8 +108,8 @@ def _smaller_changes(planned: Planned) -> Iterator[_Change]:
     half = align(longest // 2, PAD_TO_MULTIPLE)
     if half < longest:
         yield _Change(f"data.max_seq_len={half}", _with(recipe, "data", max_seq_len=half), half)
-    fewer = _divisor(planned, planned.num_microbatches // 2)
-    if fewer:
+    if planned.num_microbatches > 1:
+        fewer = choose_num_microbatches(recipe.train.gradient_accumulation_steps, planned.num_microbatches // 2)
         yield _Change(f"engine.num_microbatches={fewer}", _with(recipe, "engine", num_microbatches=fewer))
     for grain in {"layer", "stage"} - {planned.plan.recompute}:
         yield _Change(f"engine.recompute={grain}", _with(recipe, "engine", recompute=grain))
@@ -129,9 +130,3 @@ def _faster_changes(planned: Planned) -> Iterator[_Change]:
     yield _Change(f"train.gradient_accumulation_steps={2 * accumulation}", twice)
     if recipe.engine.recompute != "auto":
         yield _Change("engine.recompute=auto", _with(recipe, "engine", recompute="auto"))
-
-
-def _divisor(planned: Planned, most: int) -> int | None:
-    """The largest divisor of the microbatches of a step up to ``most``."""
-    accumulation = planned.recipe.train.gradient_accumulation_steps
-    return next((m for m in range(most, 0, -1) if accumulation % m == 0), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -241,6 +241,25 @@ def plain_loss_sum(model: Any, tokenizer: Any, rows: list[dict[str, Any]]) -> tu
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def unbroken_runs(
+    project: Callable[..., Project],
+    label: str,
+    kinds: Mapping[str, tuple[str, dict[str, Any]]],
+    train: dict[str, Any],
+) -> Callable[[str], tuple[Project, Outcome]]:
+    """of(kind) -> the project of (family, sections) and ``train``, and its run without a break, made once."""
+    known: dict[str, Outcome] = {}
+
+    def of(kind: str) -> tuple[Project, Outcome]:
+        family, sections = kinds[kind]
+        made = project(f"{label} {kind}", family, sections={**sections, "train": train})
+        if kind not in known:
+            known[kind] = made.train_well("unbroken")
+        return made, known[kind]
+
+    return of
 
 
 class _Watched(PlainReporter):

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from support.engines import plan_of
-from support.recipes import chats, watch
+from support.recipes import chats, unbroken_runs, watch
 
 from rpft.optim.schedule import Schedule
 from rpft.train.checkpoint import content_digest
@@ -37,16 +37,7 @@ def crash_at(step, monkeypatch):
 @pytest.fixture(scope="module")
 def runs(project):
     """runs(name) -> the project, and its unbroken run of 4 steps."""
-    known = {}
-
-    def of(name):
-        family, sections = PROJECTS[name]
-        made = project(f"resume {name}", family, sections={**sections, "train": {"eval_every": 2}})
-        if name not in known:
-            known[name] = made.train_well("unbroken")
-        return made, known[name]
-
-    return of
+    return unbroken_runs(project, "resume", PROJECTS, {"eval_every": 2})
 
 
 @pytest.mark.parametrize("name", PROJECTS)

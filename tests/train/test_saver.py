@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.recipes import unbroken_runs
 
 from rpft import files
 from rpft.engine.failure import Failure
@@ -27,16 +28,7 @@ KINDS = {
 @pytest.fixture(scope="module")
 def runs(project):
     """runs(kind) -> the project, and its unbroken run, which saves nothing."""
-    known = {}
-
-    def of(kind):
-        family, sections = KINDS[kind]
-        made = project(f"saver {kind}", family, sections={**sections, "train": {"max_steps": 6}})
-        if kind not in known:
-            known[kind] = made.train_well("unbroken")
-        return made, known[kind]
-
-    return of
+    return unbroken_runs(project, "saver", KINDS, {"max_steps": 6})
 
 
 def slow_disk(monkeypatch, waits, until):
