@@ -11,7 +11,7 @@ from rpft.model.layout import LayerLayout
 from rpft.model.skeleton import Skeleton
 from rpft.plan.bill import ModelShape, Workload, make_bill
 from rpft.plan.costs import LayerCost, layer_costs, layer_loads, measured_costs
-from rpft.plan.partition import Fits, Seconds, balanced_plan, improved
+from rpft.plan.partition import Fits, Seconds, balanced_plan, improved, with_smaller_fused_stage
 from rpft.plan.plan import Plan
 from rpft.plan.profile import LayerProfile
 from rpft.plan.simulate import ASSUMED_RATES, Rates, StepShape, steps_seconds
@@ -104,8 +104,9 @@ def _keeping_more(
     if plan.recompute != "layer":
         return plan
     options = {size for profile in profiles for size, _ in profile.keep_options}
-    others = [replace(plan, keep_bytes_per_token=size) for size in sorted(options)]
-    clocks = {p: clock(measured_costs(profiles, p.keep_bytes_per_token)) for p in others if fits(p)}
+    # What is kept takes VRAM on its way, which fewer layers in the fused stage make room for.
+    others = [with_smaller_fused_stage(replace(plan, keep_bytes_per_token=size), fits) for size in sorted(options)]
+    clocks = {p: clock(measured_costs(profiles, p.keep_bytes_per_token)) for p in others if p is not None}
     before = {other: float(seconds([other])[0]) for other, seconds in clocks.items()}
     most = min(before.values()) * (1 + _WORTH_IMPROVING)
     found = dict(improved(p, fits, seconds, rounds) for p, seconds in clocks.items() if before[p] <= most)

@@ -17,6 +17,8 @@ class LayerCost:
     forward: float
     backward: float
     """Without the recompute: twice the forward for trained weights, once for frozen ones."""
+    spared: float = 0.0
+    """Of both, what a backward slot is spared by what the forward kept. The fused stage keeps all of it anyway."""
 
     @property
     def with_recompute(self) -> float:
@@ -32,6 +34,8 @@ class LayerLoad:
     """Of recompute and backward as one, or of the backward alone where ``recompute`` is not 0."""
     recompute: float = 0.0
     """What of a backward slot needs no gradient and can start before it comes."""
+    spared: float = 0.0
+    """See ``LayerCost``."""
     weight_bytes: int = 0
     frozen_bytes: int = 0
     """Of them those that a worker could hold all the time."""
@@ -51,6 +55,7 @@ def layer_loads(
         LayerLoad(
             cost.forward,
             cost.with_recompute,
+            spared=cost.spared,
             weight_bytes=layout.region_bytes,
             frozen_bytes=layout.frozen_bytes,
             gradient_bytes=layout.grad_elements * gradient_itemsize,
@@ -66,8 +71,9 @@ def measured_costs(profiles: Sequence[LayerProfile], keep_bytes_per_token: int =
     costs = []
     for profile in profiles:
         share = min(share for size, share in profile.keep_options if size <= keep_bytes_per_token)
+        backward = profile.backward_seconds
         costs.append(
-            LayerCost(profile.forward_seconds, share * profile.backward_seconds - profile.forward_seconds)
+            LayerCost(profile.forward_seconds, backward - profile.forward_seconds, (1 - share) * backward)
         )
     return costs
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations, pairwise, product
 
@@ -239,6 +239,21 @@ def improved(plan: Plan, fits: Fits, seconds: Seconds, rounds: int) -> tuple[Pla
     search.play([cuts])
     cuts = search.descend_from([cuts])[0]
     return search.plan(cuts), search.known[cuts]
+
+
+def with_smaller_fused_stage(plan: Plan, fits: Fits) -> Plan | None:
+    """``plan``, or the plan most like it with a smaller fused stage that ``fits``; None where none does.
+
+    The layers that leave the fused stage join the stages below or, where those grow too big, become their own.
+    """
+    search, cuts = _Search(plan, fits, lambda plans: np.zeros(len(plans)), 1), _cuts_of(plan)
+    for first in range(cuts.first, search.head + 1):
+        joined = replace(cuts, first=first)
+        apart = replace(joined, forward=cuts.forward | {cuts.first}, backward=cuts.backward | {cuts.first})
+        for changed in (joined, apart):
+            if search.fit(changed):
+                return search.plan(changed)
+    return None
 
 
 class _Table:

@@ -134,7 +134,8 @@ class _Run:
         layers = last - first + 1.0 if plan.recompute == "layer" else 1.0
         self.carried = np.where(self.fused, 0.0, layers * each)
         early = over([load.recompute for load in loads]) * self.backward
-        backward = over([load.backward for load in loads]) + early * self.fused
+        spared = over([load.spared for load in loads]) * ~self.fused
+        backward = over([load.backward for load in loads]) + early * self.fused - spared
         input_up = shape.boundary_bytes / rates.up
         work = SlotWork(
             compute=np.where(self.backward, backward, over([load.forward for load in loads])),

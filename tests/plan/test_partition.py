@@ -11,7 +11,7 @@ from support.steps import makespan, random_step, slot_times
 
 from rpft.plan.cases import read_cases
 from rpft.plan.costs import LayerCost, LayerLoad
-from rpft.plan.partition import balanced_plan, choose_num_microbatches, improved
+from rpft.plan.partition import balanced_plan, choose_num_microbatches, improved, with_smaller_fused_stage
 from rpft.plan.plan import Plan, Stage
 from rpft.plan.simulate import AT_ONCE, Rates, StepShape, step_seconds, steps_seconds
 
@@ -250,3 +250,20 @@ def test_a_plan_is_improved_within_what_fits():
     assert replace(plan, forward=start.forward, backward=start.backward) == start
     assert plan.num_slots <= 9
     assert took == step_seconds(plan, shape, AT_ONCE) < 0.8 * step_seconds(start, shape, AT_ONCE)
+
+
+def test_a_plan_that_does_not_fit_gets_a_smaller_fused_stage_first():
+    plan = Plan((Stage(0, 3), Stage(4, 5)), (Stage(6, 9), Stage(3, 5), Stage(0, 2)), 4, "layer", 8)
+    assert with_smaller_fused_stage(plan, lambda plan: True) == plan
+
+    joined = with_smaller_fused_stage(plan, lambda plan: len(plan.fused.layers) <= 2)
+    assert joined == replace(
+        plan, forward=(Stage(0, 3), Stage(4, 7)), backward=(Stage(8, 9), Stage(3, 7), Stage(0, 2))
+    )
+    apart = with_smaller_fused_stage(plan, lambda plan: max(len(stage.layers) for stage in plan.backward) <= 3)
+    assert apart == replace(
+        plan,
+        forward=(Stage(0, 3), Stage(4, 5), Stage(6, 6)),
+        backward=(Stage(7, 9), Stage(6, 6), Stage(3, 5), Stage(0, 2)),
+    )
+    assert with_smaller_fused_stage(plan, lambda plan: False) is None

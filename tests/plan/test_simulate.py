@@ -154,3 +154,10 @@ def test_keeping_more_loads_the_links():
     rates = Rates(10.0, 10.0, np.inf)
     light = step_seconds(plan, shape, rates)
     assert step_seconds(replace(plan, keep_bytes_per_token=100), shape, rates) > light
+
+
+def test_what_the_forward_kept_spares_backward_slots_but_not_the_fused_stage():
+    loads = [LayerLoad(1.0, 3.0, spared=0.5)] * 4
+    shape = StepShape(loads, 0, 0, 1, 1, False, slot_seconds=0.0)
+    plan = Plan((Stage(0, 1),), (Stage(2, 3), Stage(1, 1), Stage(0, 0)), 2, "layer")
+    assert step_seconds(plan, shape, AT_ONCE) == pytest.approx(2 * (2 * 1.0 + 2 * 3.0 + 2 * 2.5))
