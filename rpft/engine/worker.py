@@ -24,6 +24,7 @@ from rpft.engine.slot import HostBatch, Slot, SlotKind, Task
 from rpft.engine.streams import Delays, Event, Stream
 from rpft.model.functions import DeviceBatch, LayerFunctions
 from rpft.model.layout import ALIGNMENT_ELEMENTS, LayerLayout
+from rpft.model.packed_attention import row_starts
 from rpft.plan.sizes import WorkerSizes
 
 _BATCHES_KEPT = 64
@@ -302,6 +303,7 @@ class Worker:
                 None if batch.position_ids is None else move(batch.position_ids),
                 move(batch.trained_at),
                 move(batch.targets),
+                None if batch.position_ids is None else move(row_starts(batch.position_ids)),
             )
             self._batches[batch] = found
             if len(self._batches) > _BATCHES_KEPT:

@@ -21,6 +21,7 @@ from rpft.model.blocks import Block, BlockCall, EagerKept, Kept, Weights
 from rpft.model.dropout import mix, placed_dropout
 from rpft.model.graphs import KernelKind, Kernels
 from rpft.model.head import HeadLoss
+from rpft.model.packed_attention import masks_from
 from rpft.model.skeleton import (
     EmbeddingStub,
     ShellState,
@@ -47,6 +48,8 @@ class DeviceBatch:
     """[trained tokens] int64: places in the flattened microbatch whose logits are scored."""
     targets: torch.Tensor
     """[trained tokens] int64: the token that each of them must predict."""
+    row_starts: torch.Tensor | None = None
+    """Of packed rows, for kernels that take it; see model/packed_attention.py."""
 
 
 class _TrunkStub(nn.Module):
@@ -127,6 +130,45 @@ class LayerFunctions:
         for module in (self._front, self._back, self._causal, *self._templates):
             module.train(mode)
 
+    # -- attention -----------------------------------------------------------------------------------------
+
+    @property
+    def attention(self) -> str:
+        """What transformers knows the attention of the model by."""
+        return self._causal.config._attn_implementation  # type: ignore[union-attr, return-value]
+
+    def attend_by(self, name: str) -> None:
+        """Makes all blocks attend by what transformers knows by ``name``."""
+        for part in (self._front, self._back, self._causal, *self._templates):
+            for module in part.modules():
+                config = getattr(module, "config", None)
+                if getattr(config, "_attn_implementation", None) is not None:
+                    config._attn_implementation = name  # type: ignore[union-attr]
+        self._contexts.clear()
+
+    def sample_blocks(self, batch: DeviceBatch) -> list[torch.Tensor]:
+        """For each kind of block what it makes of a random hidden state with random weights; the same every time.
+
+        float32 [rows, sequence, hidden].
+        """
+        generator = torch.Generator(self.device).manual_seed(0)
+
+        def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+            drawn = torch.randn(*shape, generator=generator, device=self.device)
+            return (scale * drawn).to(self.dtype)
+
+        hidden, calls, outputs = normal(*batch.input_ids.shape, self.hidden_size), self.context(batch), []
+        for kind, (block, template) in enumerate(zip(self._block_kinds, self._templates, strict=True)):
+            weights = {
+                name: normal(*p.shape, scale=p.shape[-1] ** -0.5)
+                if p.dim() > 1
+                else torch.ones_like(p, device=self.device)
+                for name, p in template.named_parameters()
+            }
+            with torch.no_grad():
+                outputs.append(block.run(hidden, weights, calls[self._kinds.index(kind)]).float())
+        return outputs
+
     # -- what the model passes to its blocks ---------------------------------------------------------------
 
     def context(self, batch: DeviceBatch) -> list[BlockCall]:
@@ -144,7 +186,8 @@ class LayerFunctions:
                 raise StopForward(None)
             return hidden
 
-        with torch.no_grad(), placed_dropout(0):  # what a stub of the embedding drops is not kept
+        # What a stub of the embedding drops is not kept.
+        with torch.no_grad(), placed_dropout(0), masks_from(batch.row_starts):
             self._run_trunk(self._back, {}, batch, record)
         self._contexts[key] = (batch.position_ids, calls)  # keeps the tensor whose id is the key alive
         if len(self._contexts) > _CONTEXTS_KEPT:

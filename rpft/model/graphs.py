@@ -358,7 +358,8 @@ def _flops(node: fx.Node) -> int:
     kwargs: Any = map_arg(node.kwargs, lambda n: n.meta["val"])
     if "attention" in str(packet):  # torch's own count knows no shared key heads in some versions
         query, key = (_argument(node, name, None).meta["val"] for name in ("query", "key"))
-        count = 4 * query.numel() * key.shape[-2]
+        packed = query.dim() == 3  # [tokens, heads, size]; how long rows are is not known
+        count = 4 * query.numel() * (_argument(node, "max_k", 0) if packed else key.shape[-2])
         return count // 2 if _argument(node, "is_causal", False) else count
     if packet is torch.ops.rpft.add_product:
         return add_product_flops(*(argument.meta["val"] for argument in node.args[1:]))  # type: ignore[union-attr]

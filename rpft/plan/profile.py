@@ -18,6 +18,7 @@ import torch
 from rpft.model.blocks import Kept
 from rpft.model.functions import DeviceBatch, LayerFunctions
 from rpft.model.layout import LayerLayout
+from rpft.model.packed_attention import row_starts
 
 _TIMED_RUNS = 5
 _MOST_TIMED_RUNS = 200
@@ -63,17 +64,18 @@ class LayerMeter:
         vocabulary: int,
         *,
         dropout: bool = False,
-        packed: bool = False,
+        row_tokens: int | None = None,
     ) -> None:
-        """``dropout``: whether the model draws any; ``packed``: whether lines hold several rows."""
+        """``dropout``: whether the model draws any; ``row_tokens``: of packed rows; None: one a line."""
         device = functions.device
         ids = torch.randint(0, vocabulary, (rows, sequence), device=device)
-        positions = (
-            torch.arange(sequence, device=device).remainder(max(1, sequence // 2)).expand(rows, -1).contiguous()
-        )
         scored = torch.arange(rows * sequence, device=device)
         self.functions, self.layouts = functions, layouts
-        self._batch = DeviceBatch(ids, positions if packed else None, scored, ids.flatten())
+        at = starts = None
+        if row_tokens is not None:
+            positions = torch.arange(sequence).remainder(row_tokens).repeat(rows, 1)
+            at, starts = positions.to(device), row_starts(positions).to(device)
+        self._batch = DeviceBatch(ids, at, scored, ids.flatten(), starts)
         shape = (rows, sequence, functions.hidden_size)
         self._hidden = torch.randn(*shape, device=device, dtype=functions.dtype)
         self._key = 0 if dropout else None

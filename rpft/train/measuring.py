@@ -61,6 +61,11 @@ class Workbench:
     def on_cuda(self) -> bool:
         return self.devices[0].torch_device.type == "cuda"
 
+    @property
+    def _row_tokens(self) -> int | None:
+        """Of packed rows."""
+        return self.job.data.typical_row_tokens if self.job.recipe.data.packing else None
+
     def find_profile(self, say: Say, needed: bool, lengths: bool = False) -> Profile | None:
         """The cached profile; or a new one if ``needed``, which the cache then gets; or None.
 
@@ -101,7 +106,7 @@ class Workbench:
             "deterministic": engine.deterministic,
             "rows": job.rows,
             "sequence": job.data.longest,
-            "packed": job.recipe.data.packing,
+            "packed_rows": self._row_tokens,
             "cpu_threads": engine.cpu_threads,
             "emulate_link_gbps": engine.emulate_link_gbps,
             "versions": {
@@ -167,7 +172,7 @@ class Workbench:
             sequence,
             job.shape.vocab_size,
             dropout=job.has_dropout,
-            packed=job.recipe.data.packing,
+            row_tokens=self._row_tokens,
         )
 
     def _kind(self, layers: tuple[int, ...], measured: LayerProfile) -> KindProfile:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import partial
 
 from rpft.engine.device import Device, make_pool
 from rpft.errors import UserError
 from rpft.model.functions import LayerFunctions
+from rpft.model.packed_attention import adopt
 from rpft.optim.one_pass import FusedPass, OnePass
 from rpft.optim.one_pass import prepare as prepare_one_pass
 from rpft.plan.bill import available_host_bytes, refuse_unless_fits
@@ -20,6 +22,8 @@ from rpft.train.measuring import Say, Workbench
 from rpft.train.planning import Planned, Target, plan_job
 from rpft.train.room import room_bytes
 from rpft.train.tries import advice
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -52,6 +56,10 @@ def set_up(recipe: Recipe) -> Workbench:
         LayerFunctions(job.skeleton, device.torch_device, job.dtype, job.kernels.kind, recipe.engine.deterministic)
         for device in devices
     ]
+    if recipe.data.packing and recipe.model.attention == "auto" and devices[0].torch_device.type == "cuda":
+        for reason in dict.fromkeys(map(adopt, functions)):
+            if reason is not None:
+                logger.warning("packed rows attend with masks, which is slower: %s", reason)
     return Workbench(job, devices, functions, prepare_one_pass(num_threads=recipe.engine.cpu_threads))
 
 

@@ -63,6 +63,12 @@ class RunData:
         return self.pad_lengths[-1]
 
     @cached_property
+    def typical_row_tokens(self) -> int:
+        """Rows of about so many tokens would take the attention that the training rows take; a power of two."""
+        lengths = np.asarray(lengths_of(self.train.rows), float)
+        return 1 << (int((lengths**2).sum() / lengths.sum()) - 1).bit_length()
+
+    @cached_property
     def digest(self) -> str:
         """Of the training rows' ids and trained tokens, in the order and the packs in which steps draw on them."""
         digest, rows = hashlib.sha256(), self.train.rows

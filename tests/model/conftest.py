@@ -4,6 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from support.fixtures import checkpoint
+
+__all__ = ["checkpoint"]
 
 
 @pytest.fixture(autouse=True, scope="package")
