@@ -162,7 +162,7 @@ class LayerFunctions:
             weights = {
                 name: normal(*p.shape, scale=p.shape[-1] ** -0.5)
                 if p.dim() > 1
-                else torch.ones_like(p, device=self.device)
+                else torch.ones_like(p, device=self.device, dtype=self.dtype)
                 for name, p in template.named_parameters()
             }
             with torch.no_grad():

@@ -9,10 +9,12 @@ Tracing and compiling are done under one lock, by whichever thread meets a shape
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from typing import Any, Literal
 
 import torch
@@ -122,7 +124,17 @@ class Kernels:
         fuse_added_products(module)
         if not any(node.op == "call_function" for node in module.graph.nodes):
             return module  # nothing to compile
-        return standalone_compile(module, list(tensors), dynamic_shapes="from_example_inputs")
+        shapes: Any = {"dynamic_shapes": "from_example_inputs"}
+        try:
+            return standalone_compile(deepcopy(module), list(tensors), **shapes)
+        except RuntimeError as error:  # Inductor tries its kernels on tensors of its own, all at once
+            if "out of memory" not in str(error):
+                raise
+        gc.collect()
+        torch.cuda.empty_cache()
+        logger.info("kernels are tried when they first run: there is no memory to do it before")
+        later = {"config_patches": {"triton.autotune_at_compile_time": False}}
+        return standalone_compile(module, list(tensors), **shapes, options=later)
 
     def _attention(self) -> AbstractContextManager[Any]:
         """Which attention kernel a trace holds: on Hopper cuDNN's, which is faster there than flash attention."""

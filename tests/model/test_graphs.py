@@ -286,6 +286,22 @@ def test_what_depends_on_values_is_run_by_torch_and_said_once(caplog: pytest.Log
     assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1
 
 
+def test_without_memory_to_try_kernels_they_are_tried_when_they_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def compile_once_memory_is_spared(module: Any, tensors: Any, **settings: Any) -> Any:
+        asked.append(settings.get("options"))
+        if len(asked) == 1:
+            raise RuntimeError("Failed to run autotuning code block: CUDA out of memory.")
+        return module
+
+    monkeypatch.setattr("torch._inductor.standalone_compile", compile_once_memory_is_spared)
+    kernels = Kernels("compile", torch.device("cpu"))
+    (result,) = kernels.call("f", "key", lambda a: (a + 1,), [torch.ones(2)])
+    assert result.tolist() == [2.0, 2.0]
+    assert asked == [None, {"config_patches": {"triton.autotune_at_compile_time": False}}]
+
+
 def test_many_threads_that_meet_a_key_at_once_make_one_graph() -> None:
     kernels, made_by, found = Kernels("trace", CPU), [], []
     barrier = threading.Barrier(8)
