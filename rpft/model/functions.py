@@ -31,6 +31,7 @@ from rpft.model.skeleton import (
     replace_module,
     stub_blocks,
 )
+from rpft.model.token_chunks import run_mlps_in_parts
 
 _CONTEXTS_KEPT = 4
 """Contexts remembered a worker: unpacked microbatches of one shape share theirs."""
@@ -82,6 +83,8 @@ class LayerFunctions:
         self._kinds = kinds_of_blocks(skeleton)
         first_of_kind = [self._kinds.index(kind) for kind in range(max(self._kinds) + 1)]
         self._templates = [self._place(copy.deepcopy(skeleton.blocks[i])) for i in first_of_kind]
+        for template in self._templates:
+            run_mlps_in_parts(template, self._hidden_size, device, dtype)
         shared = Kernels(kernels, device, deterministic)
         self._block_kinds = [
             Block(f"block {i}", template, shared)

@@ -6,6 +6,8 @@ and read again, which counts most for the head, whose gradient is large beside t
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import fx
 
@@ -29,6 +31,7 @@ def _(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
 def fuse_gradient_sums(module: fx.GraphModule) -> None:
     """In a traced graph, makes ``add_product`` of ``total.add_(left @ right)`` whose product has no other use."""
     graph = module.graph
+    _split_sums(graph)
     for node in list(graph.nodes):
         if node.target is not torch.ops.aten.add_.Tensor or node.kwargs:
             continue
@@ -50,6 +53,40 @@ def fuse_gradient_sums(module: fx.GraphModule) -> None:
         graph.erase_node(node)
     graph.eliminate_dead_code()
     module.recompile()
+
+
+def _split_sums(graph: fx.Graph) -> None:
+    """Adds the terms of ``total.add_(a + b)`` one by one: gradients of a weight that was used several times."""
+    waiting = [node for node in graph.nodes if node.target is torch.ops.aten.add_.Tensor and not node.kwargs]
+    while waiting:
+        node = waiting.pop()
+        total, value = cast(list[Any], node.args)
+        views: list[fx.Node] = []
+        while isinstance(value, fx.Node) and len(value.users) == 1 and value.target in _TRANSPOSES:
+            views.append(value)
+            value = value.args[0]
+        terms = _terms(value)
+        if total.meta["val"].dtype != torch.float32 or not terms:
+            continue
+        with graph.inserting_before(node):
+            for term in terms:
+                for view in reversed(views):
+                    seen, term = term, graph.call_function(cast(Any, view.target), (term,))
+                    term.meta["val"] = cast(Any, view.target)(seen.meta["val"])
+                added = graph.call_function(torch.ops.aten.add_.Tensor, (total, term))
+                added.meta["val"] = total.meta["val"]
+                waiting.append(added)
+        node.replace_all_uses_with(total)
+        for unused in (node, *views, value):
+            graph.erase_node(unused)  # type: ignore[arg-type]
+
+
+def _terms(value: Any) -> list[Any]:
+    """The two tensors whose sum, used once, ``value`` is; empty where it is none."""
+    if not isinstance(value, fx.Node) or value.target is not torch.ops.aten.add.Tensor or value.kwargs:
+        return []
+    terms = list(value.args)
+    return terms if len(value.users) == 1 and all(isinstance(term, fx.Node) for term in terms) else []
 
 
 def _product_behind(value: fx.Node) -> tuple[fx.Node | None, bool]:

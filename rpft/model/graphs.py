@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any, Literal
@@ -265,10 +265,13 @@ class JointGraph:
         for node in inputs:
             made[node] = graph.placeholder(node.name)
             made[node].meta = dict(node.meta)
-        needed = set(_needed([*outputs, *effects], inputs))
-        for node in self._module.graph.nodes:
-            if node in needed and node not in made:
-                made[node] = graph.node_copy(node, lambda n: made[n])
+        ends = {*outputs, *effects}
+        needed = set(_needed(ends, inputs))
+        for wanted in self._module.graph.nodes:
+            # What is recomputed runs right before its first use: only then does it take memory.
+            if wanted not in made and (wanted in ends or (wanted in needed and wanted in self._backward_nodes)):
+                for node in _in_order(wanted, made):
+                    made[node] = graph.node_copy(node, lambda n: made[n])
         graph.output(tuple(made[node] for node in outputs))
         return fx.GraphModule(self._module, graph)
 
@@ -356,6 +359,19 @@ def _needed(ends: Iterable[fx.Node], inputs: Iterable[fx.Node]) -> list[fx.Node]
                 found[source] = None
                 stack.append(source)
     return [node for node in found if node not in given]
+
+
+def _in_order(end: fx.Node, made: Container[fx.Node]) -> Iterator[fx.Node]:
+    """``end`` and what it needs that is not among ``made``, which must get each node as it is given."""
+    stack = [end]
+    while stack:
+        missing = [source for source in stack[-1].all_input_nodes if source not in made]
+        if missing:
+            stack += reversed(missing)
+        else:
+            node = stack.pop()
+            if node not in made:
+                yield node
 
 
 def _num_bytes(node: fx.Node) -> int:

@@ -55,3 +55,21 @@ def test_a_sum_in_the_working_precision_is_left_alone():
     module = make_fx(plain)(total, LEFT.bfloat16(), RIGHT.bfloat16())
     fuse_gradient_sums(module)
     assert torch.ops.rpft.add_product.default not in [node.target for node in module.graph.nodes]
+
+
+def in_three_parts(total, left, right):
+    first, second, third = left.split(2)
+    total.add_((first.t() @ right[:2] + second.t() @ right[2:4] + third.t() @ right[4:]).t())
+    return (left * 2,)
+
+
+def test_products_of_the_parts_of_a_matrix_are_added_one_by_one():
+    left, right = torch.randn(6, 4), torch.randn(6, 5)
+    module = make_fx(in_three_parts)(torch.zeros(5, 4), left, right)
+    fuse_gradient_sums(module)
+    targets = [node.target for node in module.graph.nodes]
+    assert targets.count(torch.ops.rpft.add_product.default) == 3
+    assert torch.ops.aten.add.Tensor not in targets
+    ours, theirs = torch.ones(5, 4), torch.ones(5, 4)
+    assert torch.equal(module(ours, left, right)[0], in_three_parts(theirs, left, right)[0])
+    torch.testing.assert_close(ours, theirs)
