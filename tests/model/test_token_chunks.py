@@ -42,6 +42,7 @@ def test_few_tokens_are_left_whole_and_many_go_in_parts():
     [
         *((name, "eager") for name in ("llama", "phi3", "gpt_neox")),
         *((name, "trace") for name in ("gemma3", "gpt2")),
+        pytest.param("llama", "compile", marks=pytest.mark.slow),
     ],
 )
 def test_parts_give_the_outputs_and_gradients_of_the_whole(family, kernels, with_output, checkpoint, monkeypatch):
