@@ -190,8 +190,8 @@ def describe(prepared: Prepared) -> list[str]:
     from rpft.plan.bill import gib
 
     recipe, plan, bill, data = prepared.recipe, prepared.plan, prepared.bill, prepared.data
+    total = sum(layout.num_parameters for layout in prepared.layouts)
     specs = [spec for layout in prepared.layouts for spec, _ in layout.own.values()]
-    total = sum(spec.num_elements for spec in specs)
     trained = sum(spec.num_elements for spec in specs if spec.trained)
     lines = [
         f"model {recipe.model.path}: {type(prepared.skeleton.model).__name__}, {total / 1e6:,.1f} M parameters,"

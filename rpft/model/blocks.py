@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -19,6 +19,8 @@ from rpft.model.adapters import caches_parametrizations
 from rpft.model.dropout import counted_dropout, draw_keys, drawn_dropout, placed_dropout
 from rpft.model.graphs import JointGraph, Kernels, TensorFunction, Untraceable
 from rpft.model.kept import KeptLayout
+from rpft.model.quant import PackedWeight
+from rpft.model.quant_weight import open_weights
 
 Weights = dict[str, torch.Tensor]
 """Tensor name to tensor."""
@@ -107,16 +109,23 @@ class GraphKept(NamedTuple):
 class Block:
     """The blocks of one kind: they share code and shapes, and differ in their weights."""
 
-    def __init__(self, name: str, template: nn.Module, kernels: Kernels) -> None:
+    def __init__(
+        self, name: str, template: nn.Module, kernels: Kernels, quantized: Mapping[str, PackedWeight]
+    ) -> None:
         """``template``: a block without weights, on the device. ``name`` is for messages."""
         self._name, self._template, self._kernels = name, template, kernels
+        self._quantized = quantized
         self._caches = caches_parametrizations(template)
         self._graphs = kernels.graphs and not self._caches
         self.trained = frozenset(n for n, p in template.named_parameters() if p.requires_grad)
 
     def run(self, hidden: torch.Tensor, weights: Weights, call: BlockCall) -> torch.Tensor:
         """The block's own code over ``weights``."""
-        with _ONE_THREAD if self._caches else nullcontext():
+        saves: AbstractContextManager[Any] = nullcontext()
+        if self._quantized:
+            weights, opened = open_weights(weights, self._quantized)
+            saves = opened.made_again()
+        with saves, _ONE_THREAD if self._caches else nullcontext():
             out = functional_call(self._template, weights, (hidden, *call.args), call.kwargs)
         return out[0] if isinstance(out, tuple) else out
 

@@ -1,7 +1,8 @@
 """Reads a Hugging Face checkpoint into the host store, tensor by tensor, in several threads.
 
 Peak memory is the store plus, for fused experts, one fused tensor a thread: what else is read is a view of
-the file. Names that changed between the file and the model are converted by transformers' own mapping.
+the file. Names that changed between the file and the model are converted by transformers' own mapping. A weight
+that the store keeps quantised is quantised as it comes: the model in working precision never exists.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
@@ -22,6 +23,8 @@ from safetensors import safe_open
 
 from rpft.errors import UserError
 from rpft.model.host_store import HostStore
+from rpft.model.quant import PackedWeight, Parts
+from rpft.model.quant_files import check_config, find_stored, read_dequantized, read_parts
 from rpft.model.skeleton import Skeleton
 
 logger = logging.getLogger(__name__)
@@ -30,6 +33,9 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _THREADS = 8
 """Threads that read at most: enough for the rate of RAM, few enough to bound the fused tensors held at once."""
+ReadTensors = Callable[[], Mapping[str, torch.Tensor | Parts]]
+"""Gives tensors by name, or the parts of one that stays quantised as it is."""
+
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "tokenizer*"]
 
 
@@ -54,7 +60,7 @@ def resolve_checkpoint(path: str, revision: str | None) -> Path:
 
 
 def read_config(folder: Path) -> Any:
-    """The model's config; UserError for a folder without one or an already quantised checkpoint."""
+    """The model's config; UserError for a folder without one, or quantised in a way that is not read."""
     from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():
@@ -63,8 +69,11 @@ def read_config(folder: Path) -> Any:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{folder / 'config.json'}: {str(error).splitlines()[0]}") from error
-    if getattr(config, "quantization_config", None) is not None:
-        raise UserError(f"model.path {folder}: the checkpoint is quantised; give one in bfloat16 or float32")
+    settings = getattr(config, "quantization_config", None)
+    if settings is not None:
+        check_config(settings, f"model.path {folder}")
+        # The model is built as if it were not quantised: how weights are kept is the store's business.
+        delattr(config, "quantization_config")
     return config
 
 
@@ -75,6 +84,8 @@ class Checkpoint:
         self.folder = folder
         self._file_of = self._read_index()
         self._open = threading.local()
+        self.stored = find_stored(self._file_of)
+        """What of it is quantised."""
 
     def _read_index(self) -> dict[str, Path]:
         index, single = self.folder / _INDEX, self.folder / _SINGLE
@@ -107,11 +118,21 @@ class Checkpoint:
         return {name: file for file in sorted(files) for name in _names_in(file)}
 
     def names(self) -> Iterable[str]:
-        """Tensor names as they stand in the files, file by file."""
-        return self._file_of
+        """Tensor names as they stand in the files, file by file; of a quantised weight its own."""
+        return (name for name in self._file_of if name not in self.stored.parts)
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, a view of the mapped file. Every thread has one file open, the one it read last."""
+        """One tensor, a view of the mapped file; a quantised one dequantised, in float32."""
+        if name in self.stored.weights:
+            return read_dequantized(name, self._read, self._file_of, str(self._file_of[name]))
+        return self._read(name)
+
+    def read_parts(self, name: str, packed: PackedWeight) -> Parts:
+        """The parts of a quantised tensor, which must be as ``packed`` says."""
+        return read_parts(name, packed, self._read, self._file_of, str(self._file_of[name]))
+
+    def _read(self, name: str) -> torch.Tensor:
+        """What stands in a file. Every thread has one file open, the one it read last."""
         file = self._file_of[name]
         if getattr(self._open, "file", None) != file:
             self._open.file, self._open.handle = file, safe_open(file, framework="pt")
@@ -148,10 +169,11 @@ def load_checkpoint(
     buffers = {name: buffer for name, buffer in skeleton.model.named_buffers() if name in store}
     for name, buffer in buffers.items():
         store.write(name, buffer)  # the model's own value, until the file has another
-    sources, unexpected = _plan_reads(checkpoint, skeleton, targets)
+    packed = {name: p for name, target in targets.items() if (p := store.packed(target)) is not None}
+    sources, unexpected = _plan_reads(checkpoint, skeleton, targets, packed)
     loaded: set[str] = set()
 
-    def store_read(read: Callable[[], dict[str, torch.Tensor]]) -> list[str]:
+    def store_read(read: ReadTensors) -> list[str]:
         return _store_tensors(checkpoint.folder, read, targets, store)
 
     with (
@@ -189,28 +211,33 @@ def _one_thread_an_operation() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _store_tensors(
-    folder: Path, read: Callable[[], dict[str, torch.Tensor]], targets: dict[str, str], store: HostStore
-) -> list[str]:
+def _store_tensors(folder: Path, read: ReadTensors, targets: dict[str, str], store: HostStore) -> list[str]:
     """Stores what one read gives and returns the names stored; nothing of it is held afterwards."""
     stored = []
     for name, value in read().items():
         if name not in targets:
             continue
-        wanted = store.tensor(targets[name]).shape
-        if value.shape != wanted:
+        stored.append(name)
+        if isinstance(value, dict):
+            for suffix, part in store.parts(targets[name]).items():
+                part.copy_(value[suffix])
+            continue
+        wanted = store.shape(targets[name])
+        if tuple(value.shape) != wanted:
             raise UserError(
                 f"{folder}: tensor {name} has shape {list(value.shape)}, the config asks for {list(wanted)}"
             )
         store.write(targets[name], value)
-        stored.append(name)
     return stored
 
 
 def _plan_reads(
-    checkpoint: Checkpoint, skeleton: Skeleton, targets: dict[str, str]
-) -> tuple[dict[str, Callable[[], dict[str, torch.Tensor]]], set[str]]:
-    """(first target of a read -> what reads it, names in the file that the model has no place for)."""
+    checkpoint: Checkpoint, skeleton: Skeleton, targets: dict[str, str], packed: dict[str, PackedWeight]
+) -> tuple[dict[str, ReadTensors], set[str]]:
+    """(first target of a read -> what reads it, names in the file that the model has no place for).
+
+    ``packed``: the targets that are stored quantised.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -221,7 +248,7 @@ def _plan_reads(
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     known: dict[str, Any] = dict.fromkeys(skeleton.state_names, True)
     converted: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
-    reads: dict[str, Callable[[], dict[str, torch.Tensor]]] = {}
+    reads: dict[str, ReadTensors] = {}
     unexpected: set[str] = set()
     for key in checkpoint.names():
         prefix = model.base_model_prefix
@@ -232,6 +259,8 @@ def _plan_reads(
             ignored = model._keys_to_ignore_on_load_unexpected or []
             if not any(re.search(p, key) for p in ignored) and not key.endswith("rotary_emb.inv_freq"):
                 unexpected.add(key)
+        elif pattern is None and key in checkpoint.stored.weights and _is_nf4(packed.get(target)):
+            reads[target] = lambda key=key, target=target: {target: checkpoint.read_parts(key, packed[target])}
         elif pattern is None:
             reads[target] = lambda key=key, target=target: {target: checkpoint.read(key)}
         else:
@@ -256,6 +285,10 @@ def _plan_reads(
     for target in converted:
         reads[target] = lambda target=target: convert(target)
     return reads, unexpected
+
+
+def _is_nf4(packed: PackedWeight | None) -> bool:
+    return packed is not None and packed.kind == "nf4"
 
 
 def _natural(name: str) -> list[tuple[int, int | str]]:

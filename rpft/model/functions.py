@@ -87,7 +87,7 @@ class LayerFunctions:
             run_mlps_in_parts(template, self._hidden_size, device, dtype)
         shared = Kernels(kernels, device, deterministic)
         self._block_kinds = [
-            Block(f"block {i}", template, shared)
+            Block(f"block {i}", template, shared, skeleton.quantized_in(i))
             for i, template in zip(first_of_kind, self._templates, strict=True)
         ]
         self.head = HeadLoss(self, shared)

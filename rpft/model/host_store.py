@@ -3,7 +3,7 @@
 Per trained parameter in bfloat16: working weight 2 bytes, what its float32 master has beyond it 2, gradient 2 or
 4, two moments 8. In float32 the working weight is its own master. Where updates are delayed there are two copies
 of the working weights: an update reads one and writes the other, which no running step reads. A frozen parameter
-has its working weight only.
+has its working weight only, or, quantised, the parts that it is stored as (model/quant.py).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 
 from rpft.model.layout import LayerLayout, TensorSpec
 from rpft.model.pages import zeroed_pages
+from rpft.model.quant import PackedWeight, Parts
 from rpft.model.split_float import join, split_into
 
 HostAllocator = Callable[[int], torch.Tensor]
@@ -176,9 +177,28 @@ class HostStore:
         layer, start, spec = self._trained(name)
         return layer.master_values(start, start + spec.num_elements).view(spec.shape)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the tensor ``name``; of a quantised one, that of the weight it stands for."""
+        layout = self.layers[self._layer_of[name]].layout
+        return layout.packed[name].shape if name in layout.packed else layout.own[name][0].shape
+
+    def packed(self, name: str) -> PackedWeight | None:
+        """How ``name`` is quantised, if it is."""
+        return self.layers[self._layer_of[name]].layout.packed.get(name)
+
+    def parts(self, name: str) -> Parts:
+        """The parts of a quantised weight, views of the host buffer."""
+        packed = self.packed(name)
+        assert packed is not None, name
+        return {suffix: self.tensor(name + suffix) for suffix in packed.part_shapes()}
+
     def write(self, name: str, value: torch.Tensor) -> None:
-        """Stores ``value`` as the working tensor and, unrounded, as its master."""
-        if not self.layers[self._layer_of[name]].layout.own[name][0].trained:
+        """Stores ``value`` as the working tensor, quantised if it is kept so, and unrounded as its master."""
+        layout = self.layers[self._layer_of[name]].layout
+        if name in layout.packed:
+            layout.packed[name].quantize_into(value, self.parts(name))
+            return
+        if not layout.own[name][0].trained:
             self.tensor(name).copy_(value)
             return
         layer, start, spec = self._trained(name)
@@ -203,7 +223,7 @@ class HostStore:
 
     @property
     def num_parameters(self) -> int:
-        return sum(s.num_elements for layer in self.layers for s, _ in layer.layout.own.values())
+        return sum(layer.layout.num_parameters for layer in self.layers)
 
 
 def _trained_bytes(layout: LayerLayout, whole_masters: bool) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from torch import nn
 
 from rpft.errors import UserError
 from rpft.model.layout import Borrow, LayerLayout, TensorSpec, build_layouts
+from rpft.model.quant import PackedWeight
 from rpft.model.skeleton import Skeleton, persistent_buffers
 
 
@@ -24,6 +25,7 @@ def build_layers(skeleton: Skeleton, dtype: torch.dtype) -> list[LayerLayout]:
     owner: dict[int, tuple[int, str]] = {}
     layers: list[list[TensorSpec]] = []
     borrows: dict[int, list[Borrow]] = {}
+    packed: dict[int, dict[str, PackedWeight]] = {}
     for index, prefixes in enumerate(_module_paths(skeleton)):
         specs: list[TensorSpec] = []
         for prefix in prefixes:
@@ -34,6 +36,11 @@ def build_layers(skeleton: Skeleton, dtype: torch.dtype) -> list[LayerLayout]:
                     borrows.setdefault(index, []).append(Borrow(full, *owner[id(parameter)]))
                     continue
                 owner[id(parameter)] = (index, full)
+                kept = skeleton.checkpoint_names.get(id(parameter))
+                if full in skeleton.quantized:
+                    packed.setdefault(index, {})[full] = skeleton.quantized[full]
+                    specs += _parts(full, skeleton.quantized[full], kept)
+                    continue
                 decay = parameter.dim() >= 2 and not name.rsplit(".", 1)[-1].endswith("bias")
                 specs.append(
                     TensorSpec(
@@ -42,7 +49,7 @@ def build_layers(skeleton: Skeleton, dtype: torch.dtype) -> list[LayerLayout]:
                         dtype,
                         trained=parameter.requires_grad,
                         decay=decay,
-                        checkpoint_name=skeleton.checkpoint_names.get(id(parameter)),
+                        checkpoint_name=kept,
                     )
                 )
             for name, buffer in persistent_buffers(module):
@@ -51,7 +58,15 @@ def build_layers(skeleton: Skeleton, dtype: torch.dtype) -> list[LayerLayout]:
         layers.append(specs)
     if not any(spec.trained for specs in layers for spec in specs):
         raise UserError("nothing to train: no parameter of the model is left trainable by the adapter settings")
-    return build_layouts(layers, borrows)
+    return build_layouts(layers, borrows, packed)
+
+
+def _parts(name: str, packed: PackedWeight, checkpoint_name: str | None) -> list[TensorSpec]:
+    """The tensors that a quantised weight is stored as; the first stands for all in the checkpoint."""
+    return [
+        TensorSpec(name + suffix, shape, dtype, False, False, None if suffix else checkpoint_name)
+        for suffix, (shape, dtype) in packed.part_shapes().items()
+    ]
 
 
 def _module_paths(skeleton: Skeleton) -> list[list[str]]:

@@ -16,10 +16,13 @@ sum up alone and meet in the optimizer, so that no plan and no order of rounds c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
+
+from rpft.model.quant import PackedWeight
 
 ALIGNMENT_ELEMENTS = 128
 """Every trained tensor starts at a multiple of this, in elements: 256 bytes in bfloat16, 512 in float32."""
@@ -110,6 +113,38 @@ class LayerLayout:
     region_bytes: int
     grad_elements: int
     """Elements of the layer's gradient: own, then borrowed."""
+    packed: Mapping[str, PackedWeight] = field(default_factory=dict)
+    """The quantised weights by name. Each lies in ``own`` as its parts: NAME and NAME.SUFFIX."""
+
+    @cached_property
+    def parts(self) -> frozenset[str]:
+        """Names in ``own`` that are parts of quantised weights."""
+        return frozenset(name + suffix for name, packed in self.packed.items() for suffix in packed.part_shapes())
+
+    def num_elements_of(self, names: Iterable[str]) -> int:
+        """Elements of those own tensors, a quantised weight's once, under its name."""
+        return sum(
+            self.packed[name].num_elements if name in self.packed else self.own[name][0].num_elements
+            for name in names
+            if name in self.packed or name not in self.parts
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all own tensors, of quantised ones as many as they stand for."""
+        return self.num_elements_of(self.own)
+
+    @property
+    def matrices(self) -> list[tuple[tuple[int, ...], bool]]:
+        """(shape, whether it is trained) of what the layer's products multiply with, borrowed weights too."""
+        whole = [(packed.shape, False) for packed in self.packed.values()]
+        plain = [(b.shape, b.grad_offset is not None) for b in self.bindings if b.name not in self.parts]
+        return [*whole, *(item for item in plain if len(item[0]) >= 2)]
+
+    @property
+    def dequantized_bytes(self) -> int:
+        """Of the layer's largest quantised weight in working precision, of which one exists at a time."""
+        return max((packed.num_bytes for packed in self.packed.values()), default=0)
 
     @property
     def trained_dtype(self) -> torch.dtype:
@@ -157,8 +192,15 @@ def place_tensors(specs: Iterable[TensorSpec]) -> tuple[dict[str, tuple[TensorSp
     return own, offset, num_trained, num_decayed
 
 
-def build_layouts(layers: list[list[TensorSpec]], borrows: dict[int, list[Borrow]]) -> list[LayerLayout]:
-    """The layout of every layer. ``borrows`` maps a layer to the parameters it takes from another layer."""
+def build_layouts(
+    layers: list[list[TensorSpec]],
+    borrows: dict[int, list[Borrow]],
+    packed: Mapping[int, Mapping[str, PackedWeight]] | None = None,
+) -> list[LayerLayout]:
+    """The layout of every layer. ``borrows`` maps a layer to the parameters it takes from another layer.
+
+    ``packed`` maps a layer to its quantised weights, whose parts are among its specs.
+    """
     placed = [place_tensors(specs) for specs in layers]
     layouts = []
     for index, (own, host_bytes, num_trained, num_decayed) in enumerate(placed):
@@ -192,6 +234,7 @@ def build_layouts(layers: list[list[TensorSpec]], borrows: dict[int, list[Borrow
                 borrowed_gradients=tuple(borrowed_gradients),
                 region_bytes=region_bytes,
                 grad_elements=grad_elements,
+                packed=(packed or {}).get(index, {}),
             )
         )
     return layouts

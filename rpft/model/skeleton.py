@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from rpft.errors import UserError
+from rpft.model.quant import PackedWeight
 from rpft.model.refuse import refuse_encoder, refuse_settings, refuse_side_inputs
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,8 @@ class Skeleton:
     """id of a parameter or buffer -> its name in the model's own state dict, before adapters."""
     state_names: tuple[str, ...] = ()
     """All names of that state dict, tied ones included."""
+    quantized: dict[str, PackedWeight] = field(default_factory=dict)
+    """Frozen weights of the blocks that are stored in fewer bits, by full name."""
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -117,6 +120,11 @@ class Skeleton:
     @property
     def num_blocks(self) -> int:
         return len(self.blocks)
+
+    def quantized_in(self, block: int) -> dict[str, PackedWeight]:
+        """The quantised weights of a block, by their names in it."""
+        prefix = f"{self.blocks_path}.{block}."
+        return {n.removeprefix(prefix): p for n, p in self.quantized.items() if n.startswith(prefix)}
 
 
 def build_model(config: Any, dtype: torch.dtype, attention: str) -> Any:
@@ -297,7 +305,8 @@ def structure(module: nn.Module) -> tuple:
 def kinds_of_blocks(skeleton: Skeleton) -> list[int]:
     """For each block the number of its kind; blocks of one kind share a template on every worker."""
     known: dict[tuple, int] = {}
-    return [known.setdefault(structure(block), len(known)) for block in skeleton.blocks]
+    keys = [(structure(block), tuple(skeleton.quantized_in(i).items())) for i, block in enumerate(skeleton.blocks)]
+    return [known.setdefault(key, len(known)) for key in keys]
 
 
 def has_dropout(model: nn.Module) -> bool:

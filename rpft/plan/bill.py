@@ -130,12 +130,13 @@ def _estimated_activations(plan: Plan, layouts: list[LayerLayout], work: Workloa
     longest = max(len(segment.layers) for segment in _segments(plan))
     block = estimated_block_bytes(shape, max_tokens)
     logits = min(max_tokens, HEAD_CHUNK_TOKENS[work.kernels]) * shape.vocab_size
+    weight = max(layout.dequantized_bytes for layout in layouts)
     return {
         "activations of a recomputed segment (estimate)": longest * block,
         "gradients of a layer before they are summed": max(layout.grad_elements for layout in layouts)
         * shape.itemsize,
         "logits of a chunk": int(logits * HEAD_CHUNK_BYTES_PER_LOGIT[work.kernels]),
-    }
+    } | ({"a weight, dequantised": weight} if weight else {})
 
 
 def estimated_block_bytes(shape: ModelShape, tokens: int) -> int:

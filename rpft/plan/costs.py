@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -86,13 +87,11 @@ def layer_costs(layouts: list[LayerLayout], skeleton: Skeleton) -> list[LayerCos
     costs = []
     for layout in layouts:
         forward = frozen = 0.0
-        for binding in layout.bindings:
-            if len(binding.shape) < 2 or layout.layer == 0:  # a lookup costs next to nothing
-                continue
-            size = float(binding.num_elements)
-            if len(binding.shape) == 3:
+        for shape, trained in layout.matrices if layout.layer else ():  # a lookup costs next to nothing
+            size = float(math.prod(shape))
+            if len(shape) == 3:
                 size *= min(1.0, used / experts)
             forward += size
-            frozen += size if binding.grad_offset is None else 0.0
+            frozen += 0.0 if trained else size
         costs.append(LayerCost(forward, 2 * forward - frozen))
     return costs

@@ -166,6 +166,7 @@ def datasheet_profiles(
     profiles = []
     for layout, cost in zip(layouts, layer_costs(list(layouts), skeleton), strict=True):
         gradients = layout.grad_elements * shape.itemsize
+        weight = layout.dequantized_bytes
         forward, backward = (2 * tokens * part / rate for part in (cost.forward, cost.with_recompute))
         if layout.layer == len(layouts) - 1:
             profiles.append(LayerProfile(forward, backward, 0, logits + gradients))
@@ -174,7 +175,11 @@ def datasheet_profiles(
         else:
             products = attention * tokens / rate
             forward, backward = forward + products, backward + products * (1 + _ATTENTION_BACKWARD)
-            profiles.append(LayerProfile(forward, backward, block // 2, block + gradients, block, gradients))
+            profiles.append(
+                LayerProfile(
+                    forward, backward, block // 2 + weight, block + weight + gradients, block, weight + gradients
+                )
+            )
     return profiles
 
 

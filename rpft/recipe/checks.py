@@ -22,11 +22,18 @@ def find_conflicts(
     train: Train | None,
     engine: Engine | None,
     checkpoint: Checkpoint | None,
+    has_adapter: bool,
 ) -> Iterator[Conflict]:
     """Yield every contradiction between sections.
 
     A section is None when it has errors of its own: the checks that need it are left out.
     """
+    if model and model.quantize != "none" and not has_adapter:
+        yield Conflict(
+            ("model.quantize", "adapter"),
+            f"model.quantize is {model.quantize} and there is no adapter: quantised weights cannot be trained. Add"
+            " an adapter section, or set model.quantize to none",
+        )
     if data and data.eval and data.eval_fraction > 0:
         yield Conflict(
             ("data.eval_fraction", "data.eval"),

@@ -41,7 +41,7 @@ def explain_conflicts(root: Located) -> list[str]:
         except ValidationError:
             sections[name] = None
     lines = []
-    for conflict in find_conflicts(**sections):
+    for conflict in find_conflicts(**sections, has_adapter=values.get("adapter") is not None):
         paths = [tuple(key.split(".")) for key in conflict.keys]
         written = [path for path in paths if _find(root, path)[1] == len(path)]
         lines.append(f"{_where(root, (written or paths)[0])}: {conflict.message}")

@@ -39,6 +39,13 @@ class Model(Section):
         description="Attention implementation. auto: sdpa where the model family has it. eager: slower, "
         "with memory quadratic in the sequence length, and works with every family.",
     )
+    quantize: Literal["none", "nf4", "int8", "fp8"] = Field(
+        default="none",
+        description="How frozen linear layers of the blocks are kept in RAM and go to the workers, which "
+        "dequantise them to `dtype` where they are used; for adapters only. nf4: 4.1 bits a weight, a quarter of "
+        "the RAM and traffic of bfloat16, as in QLoRA. int8, fp8: half of it, and closer to the weights. A "
+        "checkpoint that bitsandbytes has quantised to nf4 is taken as it is with nf4. none: as they are.",
+    )
     revision: str | None = Field(
         default=None,
         description="Branch, tag or commit of a hub id. null: the default branch, which may move.",
@@ -447,7 +454,8 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _no_conflicts(self) -> Recipe:
-        conflicts = list(find_conflicts(self.model, self.data, self.train, self.engine, self.checkpoint))
+        sections = (self.model, self.data, self.train, self.engine, self.checkpoint)
+        conflicts = list(find_conflicts(*sections, has_adapter=self.adapter is not None))
         if conflicts:
             raise PydanticCustomError("conflicts", "{text}", {"text": "; ".join(c.message for c in conflicts)})
         return self

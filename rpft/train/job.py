@@ -15,6 +15,7 @@ from rpft.model.adapters import LoraSettings, inject_lora
 from rpft.model.checkpoint import Checkpoint, read_config, resolve_checkpoint
 from rpft.model.layers import build_layers
 from rpft.model.layout import LayerLayout
+from rpft.model.quant_choice import quantize_base
 from rpft.model.skeleton import Skeleton, build_model, cut, has_dropout
 from rpft.model.verify import verify_packing
 from rpft.plan.bill import ModelShape, Workload
@@ -110,7 +111,7 @@ class Job:
         """
         base = Job(**self.parts())
         if (recipe.model, recipe.adapter) != (self.recipe.model, self.recipe.adapter):
-            base = replace(base, **_model_parts(recipe, self.config))
+            base = replace(base, **_model_parts(recipe, self.config, self.checkpoint))
         data = self.data if longest is None else replace(self.data, pad_lengths=[longest])
         num_microbatches, gradient_dtype = _rounds(recipe, None, base.dtype)
         return replace(
@@ -135,7 +136,7 @@ def read_job(recipe: Recipe, kernels: KernelChoice) -> Job:
             f"the longest row has {data.longest} tokens with padding, the model has {positions} positions;"
             f" set data.max_seq_len to at most {positions - positions % PAD_TO_MULTIPLE}"
         )
-    parts = _model_parts(recipe, config)
+    parts = _model_parts(recipe, config, checkpoint)
     given = _given_plan(recipe, parts["skeleton"], len(parts["layouts"]))
     num_microbatches, gradient_dtype = _rounds(recipe, given, parts["dtype"])
     return Job(
@@ -162,7 +163,7 @@ def made_for(skeleton: Skeleton) -> dict[str, Any]:
     }
 
 
-def _model_parts(recipe: Recipe, config: Any) -> dict[str, Any]:
+def _model_parts(recipe: Recipe, config: Any, checkpoint: Checkpoint) -> dict[str, Any]:
     """Those fields of a Job that model and adapter decide."""
     dtype = getattr(torch, recipe.model.dtype)
     skeleton = cut(build_model(copy.deepcopy(config), dtype, recipe.model.attention))  # building changes it
@@ -176,6 +177,15 @@ def _model_parts(recipe: Recipe, config: Any) -> dict[str, Any]:
             adapter.r, adapter.alpha, adapter.dropout, targets if isinstance(targets, str) else list(targets)
         )
         peft_model = inject_lora(skeleton, settings, recipe.model.path)
+    if recipe.model.quantize != "none":
+        stored = checkpoint.stored if checkpoint.stored.weights and recipe.model.quantize == "nf4" else None
+        quantize_base(
+            skeleton,
+            recipe.model.quantize,
+            dtype,
+            only=stored and stored.weights,
+            nested=stored is None or stored.nested,
+        )
     layouts = build_layers(skeleton, dtype)
     return {"skeleton": skeleton, "peft_model": peft_model, "layouts": layouts, "dtype": dtype}
 

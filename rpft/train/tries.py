@@ -98,6 +98,8 @@ def _smaller_changes(planned: Planned) -> Iterator[_Change]:
     recipe, longest = planned.recipe, planned.data.longest
     if recipe.adapter is None:
         yield _Change("adapter.r=16", recipe.model_copy(update={"adapter": Adapter(r=16)}))
+    elif recipe.model.quantize == "none":
+        yield _Change("model.quantize=nf4", _with(recipe, "model", quantize="nf4"))
     if recipe.model.dtype == "float32":
         yield _Change("model.dtype=bfloat16", _with(recipe, "model", dtype="bfloat16"))
     if planned.delayed:

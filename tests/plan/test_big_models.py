@@ -8,6 +8,7 @@ import transformers
 
 from rpft.model.adapters import LoraSettings, inject_lora
 from rpft.model.layers import build_layers
+from rpft.model.quant_choice import quantize_base
 from rpft.model.skeleton import build_model, cut
 from rpft.plan.bill import Workload, make_bill
 from rpft.plan.choose import choose_plan, model_shape
@@ -67,6 +68,23 @@ def test_a_plan_for_rows_of_2048_tokens_fits_a_card_of_24_gib(name: str):
         assert 8 * parameters <= bill.host_parts["weights, gradients, optimizer state"] <= 8.01 * parameters
     else:
         assert parameters <= bill.host_parts["weights, gradients, optimizer state"] <= 1.01 * parameters
+
+
+def test_an_nf4_base_of_235b_fits_ordinary_ram_and_a_card_of_24_gib():
+    name = "Qwen3-235B-A22B, LoRA on attention"
+    family, settings, lora = SHAPES[name]
+    config = getattr(transformers, family)(**settings)
+    skeleton = cut(build_model(config, torch.bfloat16, "auto"))
+    inject_lora(skeleton, lora, "shape")
+    quantize_base(skeleton, "nf4", torch.bfloat16)
+    layouts = build_layers(skeleton, torch.bfloat16)
+    assert 235e9 <= sum(layout.num_parameters for layout in layouts) <= 236e9
+    work = Workload(model_shape(config, 2), max_tokens=2048, accumulation=16, delayed=False)
+    plan = choose_plan(layouts, skeleton, work, 8, 16, "auto", CARD_BYTES, None)
+    bill = make_bill(plan, layouts, work)
+    assert bill.device <= CARD_BYTES
+    assert bill.device_parts["a weight, dequantised"] == 128 * 2 * 1536 * 4096 * 2
+    assert bill.host_parts["weights, gradients, optimizer state"] <= 116 << 30
 
 
 @pytest.mark.parametrize(("vram_gib", "least", "most"), [(12, 0, 33), (48, 1, 34), (80, 34, 34)])

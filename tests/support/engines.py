@@ -23,6 +23,8 @@ from rpft.model.functions import LayerFunctions
 from rpft.model.graphs import KernelKind
 from rpft.model.host_store import HostStore
 from rpft.model.layers import build_layers
+from rpft.model.quant import QuantKind
+from rpft.model.quant_choice import quantize_base
 from rpft.model.skeleton import build_model, cut
 from rpft.optim.adamw import AdamW
 from rpft.optim.host_optimizer import HostOptimizer, UpdateResult
@@ -129,12 +131,16 @@ def run_engine(
     kernels: KernelKind = "eager",
     gradient_dtype: torch.dtype = torch.float32,
     one_pass: OnePass | None = None,
+    quantize: QuantKind | None = None,
 ) -> Outcome:
     """Trains the checkpoint in ``folder`` for ``steps`` steps; raises the engine's fault, if any."""
     config = read_config(folder)
     skeleton = cut(build_model(config, dtype, "auto"))
     if lora is not None:
         inject_lora(skeleton, lora, str(folder))
+    checkpoint = Checkpoint(folder)
+    if quantize is not None:
+        quantize_base(skeleton, quantize, dtype, nested=checkpoint.stored.nested or not checkpoint.stored.weights)
     devices = [make_device(i) for i in range(workers)]
     store = HostStore(
         build_layers(skeleton, dtype),
@@ -142,7 +148,7 @@ def run_engine(
         two_copies=update_lag == 1,
         gradient_dtype=gradient_dtype,
     )
-    load_checkpoint(Checkpoint(folder), skeleton, store)
+    load_checkpoint(checkpoint, skeleton, store)
     if lora is not None:
         initialise_lora(skeleton, store, seed)
     failure, delays = Failure(), Delays(delays_seed)

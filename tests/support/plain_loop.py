@@ -36,10 +36,14 @@ def plain_loop(
     eps: float = 1e-8,
     dtype: torch.dtype = torch.float32,
     delayed: bool = False,
+    change: Callable[[Any], Any] = lambda model: model,
 ) -> PlainOutcome:
-    """Trains the model in ``folder``; ``delayed`` applies each gradient after the next step's is known."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()  # eval: no dropout
-    working = dict(model.named_parameters())
+    """Trains the model in ``folder``; ``delayed`` applies each gradient after the next step's is known.
+
+    ``change`` makes of that model the one that is trained, of which frozen parameters stay as they are.
+    """
+    model = change(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)).eval()  # eval: no dropout
+    working = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     masters = {name: parameter.detach().float().clone() for name, parameter in working.items()}
     plain = [m for name, m in masters.items() if m.dim() < 2 or name.endswith("bias")]
     matrices = [m for name, m in masters.items() if not (m.dim() < 2 or name.endswith("bias"))]

@@ -1,0 +1,265 @@
+"""LoRA over a quantised base trains like plain peft over the weights that the library makes of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.engines import Outcome, plan_of, random_batches, run_engine
+from support.models import load
+from support.plain_loop import PlainOutcome, plain_loop
+from torch import nn
+
+from rpft.engine.cpu import CpuDevice
+from rpft.errors import UserError
+from rpft.model.adapters import LoraSettings, initialise_lora
+from rpft.model.checkpoint import Checkpoint, load_checkpoint
+from rpft.model.host_store import HostStore
+from rpft.model.layers import build_layers
+from rpft.model.quant import BLOCK, PackedWeight, QuantKind
+from rpft.model.quant_choice import quantize_base
+from rpft.model.quant_weight import open_weights
+from rpft.optim.adamw import AdamW
+
+LORA = LoraSettings(4, 8.0, 0.0, ["q_proj", "k_proj", "v_proj", "o_proj"])
+PLAN = plan_of([(0, 1), (2, 3)], [(4, 5), (2, 3), (0, 1)], 4, "stage")
+ALGORITHM = AdamW(weight_decay=0.1, eps=1e-6)
+SEED = 3
+FAMILIES = ("llama", "qwen3", "mixtral")
+
+
+def batches_of(step: int) -> list[Any]:
+    return random_batches(4, step)
+
+
+def as_dequantised(model: Any, kind: QuantKind) -> None:
+    """Gives the blocks' matrices the values that they have once they were quantised."""
+    for module in model.model.layers.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not (isinstance(module, nn.Linear) and name == "weight") and parameter.dim() != 3:
+                continue
+            packed = PackedWeight(kind, tuple(parameter.shape), parameter.dtype)
+            parts = {s: torch.zeros(shape, dtype=dtype) for s, (shape, dtype) in packed.part_shapes().items()}
+            packed.quantize_into(parameter.data, parts)
+            weights, _ = open_weights({f"w{suffix}": part for suffix, part in parts.items()}, {"w": packed})
+            parameter.data = weights["w"].dequantized()  # type: ignore[attr-defined]
+
+
+def with_lora(folder: Path, dtype: torch.dtype, prepare: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Makes of a model what peft trains, with the same first adapters as the engine."""
+    start = load(folder, dtype, LORA)
+    initialise_lora(start.skeleton, start.store, SEED)
+
+    def change(model: Any) -> Any:
+        prepare(model)
+        config = peft.LoraConfig(
+            r=LORA.r, lora_alpha=int(LORA.alpha), target_modules=list(LORA.target_modules), task_type="CAUSAL_LM"
+        )
+        model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(start.store.tensor(name.removeprefix("base_model.model.")))
+        return model
+
+    return change
+
+
+def plain(folder: Path, dtype: torch.dtype, steps: int, prepare: Callable[[Any], Any]) -> PlainOutcome:
+    return plain_loop(
+        folder,
+        steps,
+        batches_of,
+        learning_rate=1e-2,
+        weight_decay=ALGORITHM.weight_decay,
+        eps=ALGORITHM.eps,
+        max_grad_norm=1.0,
+        dtype=dtype,
+        change=with_lora(folder, dtype, prepare),
+    )
+
+
+def engine(folder: Path, kind: QuantKind, workers: int = 2, **settings: Any) -> Outcome:
+    settings = {"batches_of": batches_of, "algorithm": ALGORITHM, "lora": LORA, "seed": SEED, **settings}
+    return run_engine(folder, PLAN, workers, quantize=kind, **settings)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_over_nf4_are_those_of_plain_peft(family: str, checkpoint: Any) -> None:
+    folder = checkpoint(family)
+    ours = engine(folder, "nf4", steps=3)
+    theirs = plain(folder, torch.float32, 3, lambda model: as_dequantised(model, "nf4"))
+    assert [r.loss_sum for r in ours.results] == pytest.approx(theirs.loss_sums, rel=1e-5)
+    assert [r.grad_norm for r in ours.results] == pytest.approx(theirs.grad_norms, rel=1e-4)
+    for name, weight in theirs.weights.items():
+        master = ours.store.master(name.removeprefix("base_model.model."))
+        assert float((master - weight).norm() / weight.norm()) < 1e-4, name
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_steps_over_int8_and_fp8_are_those_of_plain_peft(kind: QuantKind, checkpoint: Any) -> None:
+    folder = checkpoint("llama")
+    ours = engine(folder, kind, steps=2)
+    theirs = plain(folder, torch.float32, 2, lambda model: as_dequantised(model, kind))
+    assert [r.loss_sum for r in ours.results] == pytest.approx(theirs.loss_sums, rel=1e-5)
+    assert [r.grad_norm for r in ours.results] == pytest.approx(theirs.grad_norms, rel=1e-4)
+
+
+@pytest.mark.parametrize("family", ["mixtral"])
+def test_in_bfloat16_they_are_the_same_but_for_rounding(family: str, checkpoint: Any) -> None:
+    folder = checkpoint(family)
+    ours = engine(folder, "nf4", steps=2, dtype=torch.bfloat16)
+    theirs = plain(folder, torch.bfloat16, 2, lambda model: as_dequantised(model, "nf4"))
+    assert [r.loss_sum for r in ours.results] == pytest.approx(theirs.loss_sums, rel=1e-3)
+    assert ours.results[0].grad_norm == pytest.approx(theirs.grad_norms[0], rel=0.02)
+
+
+def test_the_loss_is_not_that_of_the_unquantised_model(checkpoint: Any) -> None:
+    """Else the tests above would say nothing."""
+    folder = checkpoint("llama")
+    unquantised = plain(folder, torch.float32, 1, lambda model: None).loss_sums[0]
+    for kind in ("nf4", "int8", "fp8"):
+        loss = engine(folder, kind, steps=1).results[0].loss_sum
+        assert loss == pytest.approx(unquantised, rel=1e-2)
+        assert loss != pytest.approx(unquantised, rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_workers_and_delays_change_no_bit(family: str, checkpoint: Any) -> None:
+    folder = checkpoint(family)
+    one = engine(folder, "nf4", workers=1, steps=1)
+    assert engine(folder, "nf4", workers=2, steps=1, delays_seed=5).differences(one) == []
+
+
+SLOW_PAIRS = [(family, kind) for family in FAMILIES for kind in ("nf4", "int8", "fp8")][1:]
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [("llama", "nf4"), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW_PAIRS)]
+)
+def test_traced_graphs_give_the_bits_of_eager(family: str, kind: QuantKind, checkpoint: Any) -> None:
+    folder = checkpoint(family)
+    eager = engine(folder, kind, steps=1)
+    assert engine(folder, kind, steps=1, kernels="trace").differences(eager) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_compiled_graphs_differ_by_rounding(kind: QuantKind, checkpoint: Any) -> None:
+    folder = checkpoint("llama")
+    eager, compiled = (engine(folder, kind, steps=2, kernels=kernels) for kernels in ("eager", "compile"))
+    for ours, theirs in zip(compiled.results, eager.results, strict=True):
+        assert ours.loss_sum == pytest.approx(theirs.loss_sum, rel=1e-5)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("family", ["mixtral"])
+def test_adapters_of_every_linear_layer_and_of_experts_train(family: str, checkpoint: Any) -> None:
+    outcome = engine(checkpoint(family), "nf4", steps=2, lora=LoraSettings(4, 8, 0.0, "all-linear"))
+    assert outcome.eval_loss_sums[-1] < 249 * 5.7
+    assert all(result.grad_norm > 0.1 for result in outcome.results)
+
+
+# -- checkpoints that are quantised already ------------------------------------------------------------------
+
+
+def quantised_store(
+    folder: Path, kind: QuantKind, dtype: torch.dtype = torch.float32, nested: bool = True
+) -> HostStore:
+    """The store of the checkpoint in ``folder`` with a base of ``kind``."""
+    start = load(folder, dtype, LORA)
+    checkpoint = Checkpoint(folder)
+    stored = checkpoint.stored.weights or None
+    quantize_base(start.skeleton, kind, dtype, only=stored, nested=checkpoint.stored.nested if stored else nested)
+    store = HostStore(build_layers(start.skeleton, dtype), CpuDevice(0).allocate_host)
+    load_checkpoint(checkpoint, start.skeleton, store)
+    return store
+
+
+def write_quantised(folder: Path, target: Path, nested: bool, skip: str = "nothing") -> HostStore:
+    """Writes ``folder`` as bitsandbytes does, with weights of names that hold ``skip`` left as they are."""
+    shutil.copytree(folder, target)
+    store = quantised_store(folder, "nf4", nested=nested)
+    tensors = load_file(folder / "model.safetensors")
+    for layer in store.layers:
+        for name, packed in layer.layout.packed.items():
+            plain_name = name.replace(".base_layer", "")
+            if skip in plain_name:
+                continue
+            parts = store.parts(name)
+            state = {"quant_type": "nf4", "blocksize": BLOCK, "dtype": "float32", "shape": list(packed.shape)}
+            if nested:
+                offset = float(parts[".nested_offset"])
+                state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+            tensors[plain_name] = parts[""].clone().view(-1, 1)
+            kept = set(parts) - {"", ".nested_offset"}
+            tensors |= {plain_name + suffix: parts[suffix].clone() for suffix in kept}
+            text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+            tensors[f"{plain_name}.quant_state.bitsandbytes__nf4"] = text
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": nested,
+    }
+    (target / "config.json").write_text(json.dumps(config))
+    return store
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_checkpoint_of_bitsandbytes_is_taken_as_it_is(nested: bool, checkpoint: Any, tmp_path: Path) -> None:
+    before = write_quantised(checkpoint("llama"), tmp_path / "nf4", nested)
+    after = quantised_store(tmp_path / "nf4", "nf4")
+    assert list(after.names()) == list(before.names())
+    for name in after.names():
+        if "lora" not in name:
+            assert torch.equal(after.tensor(name), before.tensor(name)), name
+
+
+def test_what_such_a_checkpoint_left_as_it_was_stays_so(checkpoint: Any, tmp_path: Path) -> None:
+    write_quantised(checkpoint("llama"), tmp_path / "nf4", True, skip="layers.1.mlp.down_proj")
+    store = quantised_store(tmp_path / "nf4", "nf4")
+    skipped = "model.layers.1.mlp.down_proj.weight"
+    assert store.packed(skipped) is None
+    assert torch.equal(store.tensor(skipped), load_file(checkpoint("llama") / "model.safetensors")[skipped])
+    assert store.packed("model.layers.2.mlp.down_proj.weight") is not None
+    outcomes = [engine(tmp_path / "nf4", "nf4", workers, steps=1) for workers in (1, 2)]
+    assert outcomes[0].differences(outcomes[1]) == []
+
+
+def test_an_unquantised_run_of_it_has_the_dequantised_weights(checkpoint: Any, tmp_path: Path) -> None:
+    before = write_quantised(checkpoint("llama"), tmp_path / "nf4", True)
+    store = load(tmp_path / "nf4", torch.float32, LORA).store
+    for layer in before.layers:
+        for name, packed in layer.layout.packed.items():
+            weights, _ = open_weights({name + s: p for s, p in before.parts(name).items()}, {name: packed})
+            assert torch.equal(store.tensor(name), weights[name].dequantized())  # type: ignore[attr-defined]
+
+
+def test_other_quantisations_and_torn_states_are_refused_by_name(checkpoint: Any, tmp_path: Path) -> None:
+    write_quantised(checkpoint("llama"), tmp_path / "nf4", True)
+    file = tmp_path / "nf4" / "model.safetensors"
+    tensors = load_file(file)
+    key = next(name for name in tensors if "quant_state" in name)
+    save_file({**tensors, key: tensors[key][:-9].clone()}, file, {"format": "pt"})
+    with pytest.raises(UserError, match=r"model\.safetensors: .*quant_state.* does not describe"):
+        quantised_store(tmp_path / "nf4", "nf4")
+    shorter = bytes(tensors[key].tolist()).replace(b'"blocksize": 64', b'"blocksize": 32')
+    save_file({**tensors, key: torch.tensor(list(shorter), dtype=torch.uint8)}, file, {"format": "pt"})
+    with pytest.raises(UserError, match="in blocks of 32, nested; the model asks for"):
+        quantised_store(tmp_path / "nf4", "nf4")
+
+
+@pytest.mark.parametrize("family", ["gpt2"])
+def test_a_family_without_linear_layers_is_refused_by_name(family: str, checkpoint: Any) -> None:
+    with pytest.raises(UserError, match=r"no block of GPT2LMHeadModel has a frozen linear layer"):
+        engine(checkpoint(family), "nf4", lora=LoraSettings(4, 8, 0.0, ["c_attn"]))
