@@ -15,6 +15,7 @@ import gc
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -99,24 +100,30 @@ def random_step(rows: int, sequence: int, microbatches: int, vocabulary: int, se
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("preset", choices=sorted(PRESETS))
+    add_model_arguments(parser)
     parser.add_argument("--rows", type=numbers, default=[24], help="rows of a step")
     parser.add_argument("--sequence", type=numbers, default=[4096])
     parser.add_argument("--microbatches", type=numbers, default=[3], help="of a step, all in one round")
     parser.add_argument("--steps", type=numbers, default=[5], help="timed, drained at both ends")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before those that are timed")
+    parser.add_argument("--update", type=lambda text: text.split(","), default=["sync"])
+    parser.add_argument("--emulate-link", type=numbers, default=[0], help="GB/s each way; 0: the link as it is")
+    parser.add_argument("--trace", type=Path, help="folder for a Chrome trace of three more steps of each")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """What ``Model`` reads."""
+    parser.add_argument("preset", choices=sorted(PRESETS))
     parser.add_argument("--lora", type=int, default=0, help="rank; 0 trains every weight")
     parser.add_argument("--workers", type=numbers, default=[0], help="0: all")
     parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
     parser.add_argument("--vram-limit", type=float, default=24.0, help="GiB a worker")
     parser.add_argument("--ram-limit", type=float, help="GiB; default: what is free")
-    parser.add_argument("--update", type=lambda text: text.split(","), default=["sync"])
     parser.add_argument("--kernels", choices=["eager", "trace", "compile"], default="compile")
     parser.add_argument("--recompute", choices=["auto", "stage", "layer"], default="auto")
-    parser.add_argument("--emulate-link", type=numbers, default=[0], help="GB/s each way; 0: the link as it is")
-    parser.add_argument("--trace", type=Path, help="folder for a Chrome trace of three more steps of each")
-    parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    parser.add_argument("--deterministic", action="store_true", help="the same bits every time, slower")
 
 
 def numbers(text: str) -> list[int]:
@@ -166,8 +173,9 @@ class Model:
             settings = LoraSettings(arguments.lora, 2 * arguments.lora, 0.0, "all-linear")
             inject_lora(self.skeleton, settings, "random")
         self.layouts = build_layers(self.skeleton, DTYPE)
-        kernels = arguments.kernels
-        self.functions = [LayerFunctions(self.skeleton, d.torch_device, DTYPE, kernels) for d in devices]
+        kernels, exact = arguments.kernels, arguments.deterministic
+        torch.use_deterministic_algorithms(exact)
+        self.functions = [LayerFunctions(self.skeleton, d.torch_device, DTYPE, kernels, exact) for d in devices]
         self.shape = model_shape(config, DTYPE.itemsize)
         self.rates = ASSUMED_RATES
         self.store = HostStore(self.layouts, devices[0].allocate_host, gradient_dtype=DTYPE)
@@ -211,8 +219,17 @@ class Run:
     """One combination: its plan and its engine, ready to step."""
 
     def __init__(
-        self, model: Model, step: Step, profiles: list[LayerProfile] | None, update: str, workers: int, link: int
+        self,
+        model: Model,
+        step: Step,
+        profiles: list[LayerProfile] | None,
+        update: str,
+        workers: int,
+        link: int,
+        steps_before: int = 0,
+        before_update: Callable[[int, int], None] = lambda step, layer: None,
     ) -> None:
+        """``steps_before``: those that the store has had. ``before_update``: see ``HostOptimizer``."""
         self.model, self.step, self.update, self.link = model, step, update, link
         arguments, limit = model.arguments, model.vram_limit
         self.devices = model.pool(workers, link)
@@ -245,9 +262,18 @@ class Run:
             costs = measured_costs(profiles, self.plan.keep_bytes_per_token)
             shape = step_shape(model.layouts, work, costs, len(self.devices), 1)
             self.predicted_seconds = step_seconds(self.plan, shape, rates)
-        failure, delays = Failure(), Delays(None)
+        self.failure, delays = Failure(), Delays(None)
         self.optimizer = HostOptimizer(
-            model.store, AdamW(), Schedule("constant", 1e-5, 10**6), 1.0, failure, delays, kernels=model.one_pass
+            model.store,
+            AdamW(),
+            Schedule("constant", 1e-5, 10**6),
+            1.0,
+            self.failure,
+            delays,
+            updates_applied=steps_before,
+            kernels=model.one_pass,
+            before_update=before_update,
+            last_step=steps_before,
         )
         self.engine = Engine(
             model.skeleton,
@@ -259,8 +285,9 @@ class Run:
             seed=0,
             update_lag=int(delayed),
             send_update=self.optimizer.submit,
-            failure=failure,
+            failure=self.failure,
             delays=delays,
+            lagging=delayed and steps_before > 0,
         )
 
     def steps(self, first: int, count: int) -> list[float]:

@@ -269,6 +269,6 @@ def _write_inputs(prepared: Prepared) -> None:
 
     output_dir = Path(prepared.recipe.output_dir)
     write_whole(output_dir / "recipe.yaml", dump_recipe(prepared.recipe))
-    write_whole(output_dir / "plan.json", prepared.plan.to_json(**prepared.about(prepared.prediction())))
+    prepared.write_plan_file()
     if prepared.profile is not None:
         write_whole(output_dir / "profile.json", prepared.profile.to_json())

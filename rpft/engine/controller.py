@@ -103,7 +103,7 @@ class Controller:
     ) -> None:
         """``boundaries``, ``kept``: memory for hidden states, and for what blocks keep. ``seed`` places dropout,
         None where the model has none. ``update_lag``: 0 sync, 1 delayed updates, for a store with two copies.
-        ``lagging``: the first step is to read the second copy, weights of one update ago.
+        ``lagging``: the first step is to read the other copy, weights of one update ago.
         """
         self._plan, self._store, self._workers = plan, store, workers
         self._boundaries, self._kept = boundaries, kept
@@ -120,8 +120,9 @@ class Controller:
         assert not update_lag or all(x.second.numel() > 0 for x in store.layers if x.layout.num_trained > 0)
         self._copies = [WeightVersion.of(i, [happened() for _ in store.layers]) for i in range(1 + update_lag)]
         """What lies in each copy of the working weights."""
-        self._latest = self._copies[0]
-        self._weights = self._copies[1] if lagging else self._latest
+        latest = store.layers[self.first_trained].latest
+        self._latest = self._copies[latest]
+        self._weights = self._copies[1 - latest] if lagging else self._latest
         """What the next slots read."""
         self._gradients_read = [happened() for _ in store.layers]
 

@@ -42,3 +42,6 @@ class CpuDevice:
 
     def reset_peak(self) -> None:
         """Fixed buffers stay, and they are all that is counted."""
+
+    def reclaim(self) -> None:
+        self._allocated_bytes = 0

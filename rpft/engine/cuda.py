@@ -173,3 +173,8 @@ class CudaDevice:
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def reclaim(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+        with torch.cuda.device(self.torch_device):
+            torch.cuda.empty_cache()

@@ -48,6 +48,10 @@ class Device(Protocol):
         """Forgets the peak so far."""
         ...
 
+    def reclaim(self) -> None:
+        """Gives back the memory of what is gone, once all that was issued is done; for an engine that failed."""
+        ...
+
 
 def cuda_available() -> bool:
     return torch.cuda.is_available()

@@ -47,7 +47,8 @@ class Engine:
         """``functions``: what runs the layers on each device. ``max_tokens``: rows x sequence of the largest
         microbatch. ``update_lag``: 0 sync, 1 delayed updates. ``lagging``: see ``Controller``.
 
-        Every buffer of fixed size is allocated here; raises UserError for a plan that does not fit the model.
+        Every buffer of fixed size is allocated here; raises UserError for a plan that does not fit the model, and
+        torch.OutOfMemoryError for one that does not fit a device.
         """
         layouts = [layer.layout for layer in store.layers]
         plan.check(len(layouts))
@@ -58,20 +59,14 @@ class Engine:
         sizes = worker_sizes(layouts, plan, boundary_bytes, store.gradient_dtype, max_tokens)
         resident = {i: store.layers[i].weights[layouts[i].frozen_start :] for i in plan.resident}
         first_trained = next(layout.layer for layout in layouts if layout.grad_elements)
-        self._workers = [
-            Worker(
-                device,
-                own,
-                layouts,
-                first_trained,
-                sizes,
-                plan.keep_bytes_per_token,
-                resident,
-                failure,
-                delays,
-            )
-            for device, own in zip(devices, functions, strict=True)
-        ]
+        self._workers: list[Worker] = []
+        try:
+            for device, own in zip(devices, functions, strict=True):
+                parts = own, layouts, first_trained, sizes, plan.keep_bytes_per_token, resident
+                self._workers.append(Worker(device, *parts, failure, delays))
+        except BaseException:
+            self.close()
+            raise
         self._boundaries = BoundaryPool(devices[0].allocate_host, boundary_bytes, dtype)
         kept = BoundaryPool(devices[0].allocate_host, sizes.kept_bytes, torch.uint8)
         self._controller = Controller(
@@ -129,11 +124,11 @@ class Engine:
         """Host buffers for boundaries that the plan has turned out to need."""
         return self._boundaries.num_buffers
 
-    def close(self) -> list[str]:
+    def close(self, within_seconds: float = _CLOSE_SECONDS) -> list[str]:
         """Ends every thread, finishing queued work unless the engine failed; names of threads that did not end."""
         gc.unfreeze()  # what ``settle`` set aside may be garbage from now on
         streams = self.streams
         for stream in streams:
             stream.close()
-        deadline = time.monotonic() + _CLOSE_SECONDS
+        deadline = time.monotonic() + within_seconds
         return [s.name for s in streams if not s.join(max(0.0, deadline - time.monotonic()))]

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+
+import torch
 
 POLL_SECONDS = 0.2
 """How often a waiting thread looks whether another one failed; bounds how long threads outlive a fault."""
+
+_ALLOCATION_FAILED = ("CUDA error: out of memory", "HIP error: out of memory", "_STATUS_ALLOC_FAILED")
+"""What errors say that libraries raise beside torch's own when a device has no memory left for them."""
 
 
 class EngineError(RuntimeError):
@@ -16,6 +22,22 @@ class Cancelled(BaseException):
     """Ends a thread whose work is no longer wanted; never reaches a person."""
 
 
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """``error`` and what it comes from."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def out_of_device_memory(error: BaseException) -> bool:
+    """Whether ``error`` comes from a device whose memory did not do."""
+    return any(
+        isinstance(cause, torch.OutOfMemoryError)
+        or (isinstance(cause, RuntimeError) and any(text in str(cause) for text in _ALLOCATION_FAILED))
+        for cause in causes(error)
+    )
+
+
 class Failure:
     """Shared by all threads of an engine. ``set`` keeps the first error."""
 
@@ -23,12 +45,22 @@ class Failure:
         self._failed = threading.Event()
         self._lock = threading.Lock()
         self.error: BaseException | None = None
+        self._survivable = False
 
     def set(self, error: BaseException) -> None:
         with self._lock:
-            if self.error is None:
+            first = self.error is None
+            if first:
                 self.error = error
+            # Of several errors that come together each must be of the kind.
+            self._survivable = (first or self._survivable) and out_of_device_memory(error)
             self._failed.set()
+
+    def clear(self) -> None:
+        """Forgets the error. To be called when all threads that it ended are gone, before there are new ones."""
+        with self._lock:
+            self.error, self._survivable = None, False
+            self._failed.clear()
 
     @property
     def failed(self) -> bool:
@@ -42,4 +74,14 @@ class Failure:
     def cancel_if_failed(self) -> None:
         """Ends the calling engine thread."""
         if self._failed.is_set():
+            raise Cancelled
+
+    @property
+    def lost(self) -> bool:
+        """Whether it failed in a way that the run cannot go on after."""
+        return self.failed and not self._survivable
+
+    def cancel_if_lost(self) -> None:
+        """Ends the calling thread unless the run may go on after the failure, with what this thread has begun."""
+        if self.lost:
             raise Cancelled

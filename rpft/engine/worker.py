@@ -54,11 +54,6 @@ class Worker:
         self.device = device
         self._functions, self._layouts, self._first_trained = functions, layouts, first_trained
         self._keep_bytes_per_token = keep_bytes_per_token
-        self._compute = device.stream("compute", failure, delays)
-        self._weights_up = device.stream("weights up", failure, delays)
-        self._activations_up = device.stream("activations up", failure, delays)
-        self._activations_down = device.stream("activations down", failure, delays)
-        self._gradients_down = device.stream("gradients down", failure, delays)
 
         def ring(num_bytes: int) -> Ring:
             return Ring([device.allocate(num_bytes) for _ in range(2)])
@@ -79,6 +74,12 @@ class Worker:
             layer: device.allocate(source.numel()).copy_(source) for layer, source in resident.items()
         }
         self._batches: dict[HostBatch, DeviceBatch] = {}
+        # Last, so that no thread is left behind where a buffer is too much for the device.
+        self._compute = device.stream("compute", failure, delays)
+        self._weights_up = device.stream("weights up", failure, delays)
+        self._activations_up = device.stream("activations up", failure, delays)
+        self._activations_down = device.stream("activations down", failure, delays)
+        self._gradients_down = device.stream("gradients down", failure, delays)
 
     @property
     def streams(self) -> list[Stream]:

@@ -1,7 +1,9 @@
 """The optimizer's thread: takes updates in order, checks them, clips them, applies them layer by layer.
 
 Nothing is written before the whole step's gradient has been seen to be finite: a step that is not is skipped.
-Layers are updated in forward order, so that the next step's first uploads wait the least.
+From there on an update needs nothing more of the workers, so that one which has begun is finished although they
+run out of memory: every layer has had it, or none. Layers are updated in forward order, so that the next step's
+first uploads wait the least.
 """
 
 from __future__ import annotations
@@ -50,10 +52,13 @@ class HostOptimizer:
         delays: Delays,
         updates_applied: int = 0,
         skipped_steps: int = 0,
+        skipped_in_a_row: int = 0,
         kernels: OnePass | None = None,
         before_update: Callable[[int, int], None] = lambda step, layer: None,
+        last_step: int = 0,
     ) -> None:
-        """``updates_applied``: updates that the store's moments have had; both counts are of a resumed run.
+        """``updates_applied``: updates that the store's moments have had; it and what follows are of a run that
+        goes on, as is ``last_step``, the last that was updated.
 
         ``kernels``: what runs the update, torch's fused kernel where not given. ``before_update``: called with
         step and layer before anything of a layer changes that an earlier step left; may hold the thread up.
@@ -63,13 +68,26 @@ class HostOptimizer:
         self._before_update = before_update
         self._borrowed = _borrowed_gradients(store)
         self._max_grad_norm = max_grad_norm
-        self._failure, self._pause = failure, delays.of("optimizer")
+        self._failure, self._delays, self._pause = failure, delays, delays.of("optimizer")
         self.updates_applied = updates_applied
         self.skipped_steps = skipped_steps
-        self._skipped_in_a_row = 0
+        self._skipped_in_a_row = skipped_in_a_row
+        self.last_step = last_step
+        """The last step whose update is decided and applied."""
         self._results: dict[int, UpdateResult] = {}
         self._changed = threading.Condition()
         self.stream = Stream("optimizer", failure, delays)
+
+    def restart(self) -> None:
+        """Begins anew, behind the last update that was applied, after a fault that ended the thread."""
+        self.stream = Stream("optimizer", self._failure, self._delays)
+
+    def pass_over(self, step: int) -> UpdateResult:
+        """Counts ``step`` as skipped, without an update. All steps before it must have been waited for."""
+        self.last_step = step
+        self.skipped_steps += 1
+        rate = self._schedule(step)
+        return UpdateResult(step, math.nan, rate, math.nan, True, self._skipped_in_a_row, self.skipped_steps)
 
     def submit(self, update: Update) -> None:
         self.stream.run(lambda: self._complete(update), f"the update of step {update.ticket.step}")
@@ -95,6 +113,7 @@ class HostOptimizer:
     def _complete(self, update: Update) -> None:
         result = self._apply(update)
         with self._changed:
+            self.last_step = result.step
             self._results[result.step] = result
             self._changed.notify_all()
 

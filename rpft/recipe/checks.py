@@ -64,6 +64,12 @@ def find_conflicts(
                 ("checkpoint.keep_best",),
                 f"checkpoint.keep_best needs rows to evaluate on; {advice}",
             )
+    if checkpoint and checkpoint.spike_deviations is not None and not checkpoint.regular:
+        yield Conflict(
+            ("checkpoint.spike_deviations",),
+            "checkpoint.spike_deviations needs checkpoints to go back to; set checkpoint.every_steps or "
+            "checkpoint.every_minutes, or remove it",
+        )
     if train and checkpoint and checkpoint.keep_best and train.eval_every is None:
         yield Conflict(
             ("checkpoint.keep_best",),

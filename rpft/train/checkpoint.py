@@ -18,7 +18,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,8 @@ _PARTIAL = ".partial"
 _STATE = "state.json"
 _STATE_BYTES = 64 << 10
 """More than state.json takes, beside its line a layer."""
-_FILE = re.compile(r"layer-\d{5}\.safetensors$")
+_MOST_STATE_BYTES = 64 << 20
+_FILE = re.compile(r"layer-\d{5}\.safetensors")
 _READING_THREADS = 4
 
 
@@ -63,6 +64,10 @@ class TrainState:
     """Model, data, batch, schedule and optimizer settings; see ``resume.run_identity``."""
     about: dict[str, Any]
     """The whole recipe, the plan and the versions: what may differ when the run goes on, and is said then."""
+    passed_over: list[int] = field(default_factory=list)
+    """Steps that the run does not learn from, because their loss once jumped."""
+    rewinds: int = 0
+    """How often it has gone back because of such steps."""
 
 
 class CheckpointFolder:
@@ -134,6 +139,17 @@ class CheckpointFolder:
             return []
         return sorted(p for p in self.path.iterdir() if _NAME.match(p.name))
 
+    def newest_before(self, step: int) -> Path | None:
+        """The newest whole checkpoint of a step before ``step``, or None."""
+        earlier = [path for path in self.all() if path.name < _name(step)]
+        return next((path for path in reversed(earlier) if fault(path) is None), None)
+
+    def remove_after(self, kept: Path) -> None:
+        """Removes those that are newer than ``kept``: the run that they are of has gone another way."""
+        for path in self.all():
+            if path.name > kept.name:
+                files.remove_tree(path)
+
     def newest(self) -> Path:
         """The newest whole checkpoint; a torn one is named and passed over. UserError when there is none."""
         for path in sorted(self.path.glob("*" + _PARTIAL)):
@@ -171,20 +187,32 @@ def content_digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _read_manifest(path: Path) -> tuple[dict[str, Any], dict[str, FileRecord]]:
-    """(what makes a TrainState, files) of the checkpoint ``path``; _Torn where state.json is not as written."""
+def _read_manifest(path: Path) -> tuple[TrainState, dict[str, FileRecord]]:
+    """(state, files) of the checkpoint ``path``; _Torn where state.json is not as rpft writes it."""
+    file = path / _STATE
     try:
-        content = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        if file.stat().st_size > _MOST_STATE_BYTES:
+            raise _Torn(f"{_STATE} is larger than any that rpft writes")
+        content = json.loads(file.read_text(encoding="utf-8"))
         written = content.pop("sha256", None)
         version = content.pop("version")
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise _Torn(f"{type(error).__name__}: {error}") from error
     if version == CHECKPOINT_VERSION and written != content_digest({"version": version, **content}):
         raise _Torn(f"{_STATE} is not as it was written: its checksum differs")
     if version != CHECKPOINT_VERSION:
         raise _Torn(f"version {version} of the format, which this rpft cannot read")
-    records = {name: FileRecord(**record) for name, record in content.pop("files").items()}
-    return content, records
+    try:
+        records = {str(name): FileRecord(**record) for name, record in content.pop("files").items()}
+        state = TrainState(**content)
+        numbers = (state.step, state.updates_applied, state.skipped_steps, state.skipped_in_a_row, state.rewinds)
+        if not all(type(number) is int and number >= 0 for number in (*numbers, *state.passed_over)):
+            raise ValueError("a count that is none")
+        state.run.setdefault("engine", {"host_gradients": "float32"})  # before there was a choice
+        state.about.items()
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        raise _Torn(f"{_STATE} does not hold what it should ({type(error).__name__}: {error})") from error
+    return state, records
 
 
 def fault(path: Path, deep: bool = True) -> str | None:
@@ -192,7 +220,7 @@ def fault(path: Path, deep: bool = True) -> str | None:
     try:
         _, records = _read_manifest(path)
         for name, record in records.items():
-            if not _FILE.match(name):
+            if not _FILE.fullmatch(name):
                 return f"it names a file {name!r}"
             if (path / name).stat().st_size != record.num_bytes:
                 return f"{name} has another size than was written"
@@ -219,11 +247,9 @@ def check_whole(path: Path) -> None:
 def read_state(path: Path) -> TrainState:
     """The state of a checkpoint; UserError where state.json is not as it was written."""
     try:
-        content, _ = _read_manifest(path)
+        return _read_manifest(path)[0]
     except _Torn as torn:
         raise UserError(f"{path}: not a whole checkpoint ({torn})") from torn
-    content["run"].setdefault("engine", {"host_gradients": "float32"})  # before there was a choice
-    return TrainState(**content)
 
 
 # -- tensors -----------------------------------------------------------------------------------------------

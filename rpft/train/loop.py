@@ -7,55 +7,40 @@ where state must stand still: at an evaluation of exact updates, at the end.
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import torch
 
-from rpft.data.batches import Microbatch
-from rpft.engine.engine import Engine
-from rpft.engine.failure import POLL_SECONDS, Failure
+from rpft.engine.failure import Failure, out_of_device_memory
 from rpft.engine.slot import HostBatch
-from rpft.engine.streams import Delays, Event
-from rpft.engine.watchdog import Watchdog
 from rpft.model.adapters import initialise_lora
 from rpft.model.checkpoint import load_checkpoint
 from rpft.model.host_store import HostStore
 from rpft.model.save import save_result
 from rpft.model.verify import verify_head
-from rpft.optim.adamw import AdamW
-from rpft.optim.host_optimizer import HostOptimizer
-from rpft.optim.schedule import Schedule
+from rpft.optim.host_optimizer import UpdateResult
+from rpft.plan.bill import gib
 from rpft.train.checkpoint import TrainState, read_state, restore
-from rpft.train.faults import keep_batches, not_finite
+from rpft.train.faults import LOSS_SPIKE, keep_batches, not_finite, too_many_spikes
+from rpft.train.flight import Flight, to_host_batch
 from rpft.train.interrupts import Interrupted, Interrupts, StoppedAtOnce
-from rpft.train.metrics import EvalRecord, MetricsFile, StepRecord
+from rpft.train.machinery import Machinery
+from rpft.train.metrics import EvalRecord, MetricsFile, PlanRecord, RewindRecord
+from rpft.train.planning import what_is_smaller
 from rpft.train.prepare import Prepared
 from rpft.train.reporter import Reporter
 from rpft.train.resume import about_run, checkpoint_folder, result_folder, run_identity
 from rpft.train.save_log import SaveLog
 from rpft.train.saver import Saver
+from rpft.train.spikes import Spike, SpikeGuard
 
 MOST_SKIPPED_IN_A_ROW = 3
-
-
-@dataclass(frozen=True)
-class _InFlight:
-    """A submitted step whose update has not been waited for."""
-
-    step: int
-    tokens: int
-    trained_tokens: int
-
-
-def to_host_batch(batch: Microbatch) -> HostBatch:
-    """What the engine needs of a microbatch: labels become the places that are scored and their targets."""
-    flat = batch.labels.flatten()
-    trained_at = (flat >= 0).nonzero().flatten()
-    return HostBatch(batch.input_ids, batch.position_ids, trained_at, flat[trained_at])
 
 
 class Trainer:
@@ -72,13 +57,14 @@ class Trainer:
         self._interrupts = Interrupts(reporter.say)
         self._saves = SaveLog(reporter)
         self._failure = Failure()
-        self._in_flight: _InFlight | None = None
+        self._guard = SpikeGuard(recipe.checkpoint.spike_deviations, recipe.checkpoint.spike_steps)
         self._settled = False
-        self._eval_batches = (
-            [to_host_batch(b) for b in self._data.evaluation()] if self._data.eval is not None else []
-        )
+        self._eval_batches = self._evaluation_batches()
         self._state = TrainState(0, 0, 0, 0, None, None, run_identity(prepared), about_run(prepared))
         """After the last step whose update has been waited for."""
+
+    def _evaluation_batches(self) -> list[HostBatch]:
+        return [] if self._data.eval is None else [to_host_batch(b) for b in self._data.evaluation()]
 
     @property
     def last_checkpoint(self) -> Path | None:
@@ -111,9 +97,9 @@ class Trainer:
             missing = self._metrics.keep_until(self._state.step)
             if missing:
                 self._reporter.say(f"metrics.jsonl lacks {len(missing)} of the steps up to {self._state.step}")
+            self._guard.begin(self._metrics.losses())
         for device in self._prepared.devices:
             device.reset_peak()  # what measuring took is not the run's
-        delays = Delays(self._recipe.engine.inject_delays)
         self._saver = Saver(
             checkpoint_folder(self._recipe),
             self._store,
@@ -122,27 +108,8 @@ class Trainer:
             may_make_room=self._recipe.checkpoint.make_room,
             before_commit=self._metrics.sync,
         )
-        self._optimizer = self._make_optimizer(delays)
-        self._engine = Engine(
-            self._prepared.skeleton,
-            self._store,
-            self._prepared.plan,
-            self._prepared.devices,
-            functions=self._prepared.functions,
-            max_tokens=self._recipe.train.micro_batch_size * self._data.longest,
-            seed=seed,
-            update_lag=1 if self._delayed else 0,
-            send_update=self._optimizer.submit,
-            failure=self._failure,
-            delays=delays,
-            lagging=resume_from is not None and self._delayed,
-        )
-        self._watchdog = Watchdog(
-            [*self._engine.streams, self._optimizer.stream],
-            self._recipe.engine.stall_seconds,
-            self._failure,
-            lambda: self._saver.progress_bytes,
-        )
+        self._begin_at(self._state.step)
+        self._machinery = Machinery(self._prepared, self._store, self._saver, self._failure, self._state)
         with self._interrupts.caught():
             try:
                 self._train()
@@ -155,45 +122,61 @@ class Trainer:
             self._metrics.sync()
             return folder
 
-    def _make_optimizer(self, delays: Delays) -> HostOptimizer:
-        train, settings = self._recipe.train, self._recipe.optimizer
-        schedule = Schedule(
-            train.lr_scheduler,
-            train.learning_rate,
-            self._num_steps,
-            train.warmup_ratio,
-            train.min_lr_ratio,
-            train.decay_ratio,
-        )
-        return HostOptimizer(
-            self._store,
-            AdamW(settings.betas, settings.eps, settings.weight_decay),
-            schedule,
-            train.max_grad_norm,
-            self._failure,
-            delays,
-            updates_applied=self._state.updates_applied,
-            skipped_steps=self._state.skipped_steps,
-            kernels=self._prepared.one_pass,
-            before_update=self._saver.before_update,
-        )
+    def _begin_at(self, step: int) -> None:
+        """What is known of steps after ``step`` is forgotten."""
+        self._in_flight: Flight | None = None
+        self._submitted = step
+        """The last step that the engine was given and that is not undone."""
+        self._past_boundary = step
+        """The last step after which all that is due was done."""
+        self._evaluated = step or -1
+        """The last step after which there was an evaluation, or none is to be made up for; -1 before the first."""
 
     # -- the loop ------------------------------------------------------------------------------------------
 
     def _train(self) -> None:
-        first = self._state.step + 1
-        self._reporter.begin(first, self._num_steps)
+        self._reporter.begin(self._state.step + 1, self._num_steps)
         self._last_save = time.monotonic()
-        if self._eval_batches and first == 1:
-            self._evaluate(0)
+        stop = self._stop_of(self._begin)
+        while stop is not None:
+            if isinstance(stop, Spike):
+                self._go_back(stop)
+                stop = self._stop_of(self._begin)
+            else:
+                self._make_smaller(stop)
+                stop = self._stop_of(self._go_on)
+
+    @staticmethod
+    def _stop_of(work: Callable[[], None]) -> Exception | None:
+        """Does ``work``; gives what stopped it where the run can go on: a spike, or a device without memory."""
+        try:
+            work()
+        except Exception as error:
+            if not isinstance(error, Spike) and not out_of_device_memory(error):
+                raise
+            return error
+        return None
+
+    def _begin(self) -> None:
+        self._machinery.start()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Trains from where the run stands to its end."""
         self._mark = time.monotonic()
-        for step in range(first, self._num_steps + 1):
-            batches = self._data.step(step)
-            self._engine.submit_step(step, [to_host_batch(b) for b in batches])
-            self._finish_in_flight()
-            self._in_flight = _InFlight(
-                step, sum(b.tokens for b in batches), sum(b.trained_tokens for b in batches)
-            )
+        if self._eval_batches and self._evaluated < 0:
+            self._evaluate(0)
+        self._at_boundary(self._submitted)
+        for step in range(self._submitted + 1, self._num_steps + 1):
+            flight = Flight(step, self._data.step(step))
+            if step in self._state.passed_over:
+                self._finish_in_flight()
+                self._note(flight, self._machinery.optimizer.pass_over(step))
+            else:
+                self._machinery.engine.submit_step(step, flight.host_batches())
+                self._finish_in_flight()
+                self._in_flight = flight
+            self._submitted = step
             self._at_boundary(step)
         self._rest()
         if self._eval_batches and not self._metrics.has_evaluation(self._num_steps):
@@ -201,16 +184,40 @@ class Trainer:
         self._saver.wait()
         self._saves.note(self._saver.take_reports())
 
+    def _make_smaller(self, error: BaseException) -> None:
+        """After ``error``, a device without memory, begins anew with a smaller plan, behind the last update."""
+        self._machinery.start_smaller(error)
+        done, before = self._machinery.optimizer.last_step, self._prepared
+        if self._in_flight is not None and self._in_flight.step > done:
+            self._in_flight = None
+        self._submitted, self._settled = done, False
+        self._prepared = now = self._machinery.prepared
+        self._data = now.data
+        self._eval_batches = self._evaluation_batches()
+        self._state = replace(self._state, about={**self._state.about, "plan": now.plan.to_json()})
+        with suppress(OSError):  # metrics.jsonl has the plan too
+            now.write_plan_file()
+        said = str(error).splitlines()[0]
+        plan = {**json.loads(now.plan.to_json()), "micro_batch_size": now.rows}
+        self._metrics.append(PlanRecord(done, said, plan))
+        self._reporter.say(
+            f"{said}. Step {done + 1} is undone and done again with a smaller plan:"
+            f" {what_is_smaller(before, now)}; engine.vram_limit below {gib(before.bill.device)} plans so from the"
+            " start"
+        )
+
     def _at_boundary(self, step: int) -> None:
-        """What is due between ``step``, which is in flight, and the next."""
+        """What is due between ``step``, which is in flight, and the next, unless it was done."""
+        if step <= self._past_boundary:
+            return
         every, last = self._recipe.train.eval_every, step == self._num_steps
         evaluate = bool(self._eval_batches) and every is not None and step % every == 0 and not last
-        best = False
-        if evaluate:
+        if evaluate and self._evaluated < step:
             if not self._delayed:
                 self._rest()
-            best = self._evaluate(step)
+            self._evaluate(step)
             self._mark = time.monotonic()
+        best = evaluate and self._state.best_step == step
         asked = self._interrupts.asked if not last else None
         if asked or self._save_due(step) or (best and self._recipe.checkpoint.keep_best):
             self._save(step)
@@ -221,70 +228,101 @@ class Trainer:
             assert self._saves.last_checkpoint is not None
             raise Interrupted(asked, step, self._saves.last_checkpoint)
         self._saves.note(self._saver.take_reports())
+        self._past_boundary = step
 
     def _rest(self) -> None:
         """Waits until every submitted step is applied; what comes reads the latest weights."""
-        self._engine.flush()
+        self._machinery.engine.flush()
         self._finish_in_flight()
-        done = self._optimizer.stream.record(Event())
-        with self._watchdog.expecting("the last update"):
-            while not done.wait(POLL_SECONDS):
-                self._failure.raise_if_failed()
+        self._machinery.rest()
 
     def _finish_in_flight(self) -> None:
         if self._in_flight is None:
             return
-        flight, self._in_flight = self._in_flight, None
-        with self._watchdog.expecting(f"step {flight.step}"):
-            result = self._optimizer.wait(flight.step)
+        flight, machinery = self._in_flight, self._machinery
+        with machinery.watchdog.expecting(f"step {flight.step}"):
+            result = machinery.optimizer.wait(flight.step)
+        self._in_flight = None
         if not self._settled:
             self._settled = True
-            self._engine.settle()
+            machinery.engine.settle()
+        self._note(flight, result)
+        steps = self._guard.see(flight.step, result.loss_sum / flight.trained_tokens)
+        if steps is not None:
+            self._look_back(steps)
+
+    def _note(self, flight: Flight, result: UpdateResult) -> None:
+        """What follows from a step that is over, but for a spike of its loss."""
         now = time.monotonic()
         seconds, self._mark = now - self._mark, now
-        record = StepRecord(
-            step=flight.step,
-            epoch=round(self._data.order.epoch(flight.step - 1), 6),
-            loss=result.loss_sum / flight.trained_tokens,
-            learning_rate=result.learning_rate,
-            grad_norm=result.grad_norm,
-            trained_tokens=flight.trained_tokens,
-            tokens=flight.tokens,
-            tokens_per_second=flight.tokens / seconds,
-            step_seconds=seconds,
-            skipped_steps=result.skipped_steps,
-            host_rss_bytes=psutil.Process().memory_info().rss,
-            devices=[{"name": d.name, "peak_bytes": d.peak_bytes()} for d in self._prepared.devices],
-        )
+        epoch = self._data.order.epoch(flight.step - 1)
+        record = flight.record(result, seconds, epoch, self._prepared.devices)
         self._metrics.append(record)
         self._state = replace(
             self._state,
             step=flight.step,
             updates_applied=flight.step - result.skipped_steps,
             skipped_steps=result.skipped_steps,
-            skipped_in_a_row=self._state.skipped_in_a_row + 1 if result.skipped else 0,
+            skipped_in_a_row=result.skipped_in_a_row,
         )
         if self._saver.armed_step == flight.step:
             self._saver.start(self._state)
         self._reporter.stepped(record)
         if self._state.skipped_in_a_row >= MOST_SKIPPED_IN_A_ROW:
             steps = range(flight.step - MOST_SKIPPED_IN_A_ROW + 1, flight.step + 1)
-            folder = keep_batches(self.output_dir, self._data, steps)
-            raise not_finite(steps, self._prepared.dtype == torch.float16, folder)
+            rows = keep_batches(self.output_dir, self._data, steps)
+            raise not_finite(steps, self._prepared.dtype == torch.float16, rows)
 
-    def _evaluate(self, step: int) -> bool:
-        """Evaluates with the weights that the next step will see; whether the loss is the lowest so far."""
+    def _look_back(self, steps: range) -> None:
+        """After a spike of the loss at ``steps``: raises Spike, or the end of the run, or says why neither."""
+        self._saver.wait()
+        self._saves.note(self._saver.take_reports())
+        settings, rewinds = self._recipe.checkpoint, self._state.rewinds
+        found = checkpoint_folder(self._recipe).newest_before(steps[0])
+        rows = keep_batches(self.output_dir, self._data, steps, LOSS_SPIKE)
+        if rewinds >= settings.most_rewinds:
+            raise too_many_spikes(steps, rewinds, rows, found)
+        if found is not None:
+            raise Spike(steps, found)
+        self._reporter.say(
+            f"the loss of steps {steps[0]} to {steps[-1]} was far above that of the steps before, and there is no"
+            f" checkpoint from before them to go back to: the run goes on. Look at their rows{rows}"
+        )
+
+    def _go_back(self, spike: Spike) -> None:
+        """To the checkpoint before a spike."""
+        before, checkpoint = self._state, spike.checkpoint
+
+        def read() -> TrainState:
+            restore(checkpoint, self._store, lagging=self._delayed)
+            state = read_state(checkpoint)
+            passed_over = sorted({*before.passed_over, *state.passed_over, *spike.steps})
+            changed = {"passed_over": passed_over, "rewinds": before.rewinds + 1}
+            return replace(state, run=before.run, about=before.about, **changed)
+
+        self._state = state = self._machinery.go_back(read, spike)
+        checkpoint_folder(self._recipe).remove_after(checkpoint)
+        self._saves.note(self._saver.take_reports())
+        self._saves.last_checkpoint = checkpoint
+        self._metrics.keep_until(state.step)
+        self._metrics.append(RewindRecord(state.step, before.step, state.passed_over))
+        self._guard.begin(self._metrics.losses())
+        self._begin_at(state.step)
+        self._settled = False
+        self._reporter.say(f"{spike}: back to {checkpoint}, and these steps will be passed over")
+
+    def _evaluate(self, step: int) -> None:
+        """Evaluates with the weights that the next step will see."""
         tokens = sum(batch.trained_tokens for batch in self._eval_batches)
-        with self._watchdog.expecting(f"the evaluation after step {step}"):
-            loss = self._engine.evaluate(self._eval_batches) / tokens
+        with self._machinery.watchdog.expecting(f"the evaluation after step {step}"):
+            loss = self._machinery.engine.evaluate(self._eval_batches) / tokens
+        self._evaluated = step
         record = EvalRecord(step, loss, tokens)
         self._metrics.append(record)
         self._reporter.evaluated(record)
         lowest = self._state.best_eval_loss
-        best = step > 0 and math.isfinite(loss) and (lowest is None or loss < lowest)
-        if best:
+        if step > 0 and math.isfinite(loss) and (lowest is None or loss < lowest):
             self._state = replace(self._state, best_step=step, best_eval_loss=loss)
-        return best
 
     # -- saving --------------------------------------------------------------------------------------------
 
@@ -314,11 +352,5 @@ class Trainer:
 
     def _close(self, at_once: bool = False) -> None:
         """Ends all threads. A checkpoint that is being written is finished, since no update can reach it now."""
-        self._engine.close()
-        self._optimizer.close()
-        self._optimizer.join(5.0)
-        if at_once:
-            self._saver.give_up()
-        self._saver.wait()
-        self._watchdog.close()
+        self._machinery.close(at_once)
         self._saves.note(self._saver.take_reports())

@@ -45,6 +45,26 @@ class EvalRecord:
     eval_tokens: int
 
 
+@dataclass(frozen=True)
+class PlanRecord:
+    """A smaller plan in mid-run; ``step`` is the last one that was finished before."""
+
+    step: int
+    out_of_memory: str
+    """On which device, and at what."""
+    plan: dict[str, Any]
+    """The parts of the plan file that decide the run, and micro_batch_size, rows of a microbatch."""
+
+
+@dataclass(frozen=True)
+class RewindRecord:
+    """A run that went back to ``step`` because of its loss; it will not learn from the steps ``passed_over``."""
+
+    step: int
+    rewound_from: int
+    passed_over: list[int]
+
+
 class MetricsFile:
     """Appends records to OUTPUT_DIR/metrics.jsonl. A line that a full disk does not take waits for the next."""
 
@@ -75,6 +95,11 @@ class MetricsFile:
         """Whether an evaluation at ``step`` is already in the file."""
         return any("eval_loss" in line and line["step"] == step for _, line in self._whole_lines())
 
+    def losses(self) -> list[tuple[int, float]]:
+        """(step, loss) of every step that has one, in order."""
+        lines = (line for _, line in self._whole_lines())
+        return [(line["step"], line["loss"]) for line in lines if line.get("loss") is not None]
+
     def _whole_lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """(text, content) of each line that is a whole JSON object."""
         if not self.path.exists():
@@ -85,7 +110,7 @@ class MetricsFile:
                 if isinstance(line, dict) and isinstance(line.get("step"), int):
                     yield text, line
 
-    def append(self, record: StepRecord | EvalRecord) -> None:
+    def append(self, record: StepRecord | EvalRecord | PlanRecord | RewindRecord) -> None:
         """Writes one line at once. A number that JSON lacks (a skipped step's loss) becomes null."""
         line = json.dumps({key: _finite(value) for key, value in asdict(record).items()}, allow_nan=False)
         with self._lock:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
+from rpft import files
 from rpft.model.graphs import KernelKind
-from rpft.plan.bill import Bill, Workload, make_bill
+from rpft.plan.bill import Bill, Workload, gib, make_bill
 from rpft.plan.choose import choose_plan, step_shape
 from rpft.plan.costs import measured_costs
 from rpft.plan.machine import Machine, datasheet_profiles
@@ -16,6 +18,7 @@ from rpft.plan.predict import Prediction, predict
 from rpft.plan.profile import LayerProfile
 from rpft.plan.profile_file import Profile
 from rpft.plan.simulate import ASSUMED_RATES, Rates, StepShape, step_seconds
+from rpft.plan.smaller import smaller_plan
 from rpft.recipe.schema import Recipe
 from rpft.train.checkpoint import checkpoint_bytes
 from rpft.train.job import Job, made_for, read_job
@@ -29,6 +32,8 @@ MEMORY_NAMES = {
     "disk_bytes": "disk: result and checkpoints",
 }
 """For people, the keys of ``Planned.memory``."""
+
+PLAN_FILE = "plan.json"
 
 _ENDLESS = 1 << 60
 """Bytes that no run takes."""
@@ -177,6 +182,11 @@ class Planned(Job):
             "target": self.target.name,
         }
 
+    def write_plan_file(self) -> None:
+        """Leaves the plan in the output directory."""
+        text = self.plan.to_json(**self.about(self.prediction()))
+        files.write_whole(Path(self.recipe.output_dir) / PLAN_FILE, text)
+
 
 def plan_job(
     job: Job, target: Target, profiles: Sequence[LayerProfile] | None, profile: Profile | None = None
@@ -202,6 +212,74 @@ def plan_job(
         profiles=None if profiles is None else list(profiles),
         plan=plan,
         bill=make_bill(plan, job.layouts, work),
+    )
+
+
+_P = TypeVar("_P", bound=Planned)
+
+
+def smaller(planned: _P) -> _P | None:
+    """``planned`` for a worker whose memory did not do: see plan/smaller.py. None where nothing is smaller."""
+    target = planned.target
+    plan = smaller_plan(
+        planned.plan,
+        planned.layouts,
+        planned.skeleton,
+        target.workload(planned, planned.profiles),
+        target.num_workers,
+        target.ram_bytes,
+        ASSUMED_RATES if planned.profiles is None else target.rates,
+        target.speeds,
+    )
+    if plan is None and planned.rows > 1:
+        planned = _with_half_the_rows(planned)
+        plan = planned.plan
+    if plan is None:
+        return None
+    work = target.workload(planned, planned.profiles)
+    return replace(planned, plan=plan, given=None, bill=make_bill(plan, planned.layouts, work))
+
+
+def what_is_smaller(before: Planned, now: Planned) -> str:
+    """How the plan of ``now`` takes less of a worker's memory than that of ``before``, for people."""
+    old, new = before.plan, now.plan
+
+    def most_layers(plan: Plan) -> int:
+        return max(len(stage.layers) for stage in plan.forward + plan.backward)
+
+    layers = most_layers(old), most_layers(new)
+    changes = [
+        ("nothing is kept beside inputs", old.keep_bytes_per_token > new.keep_bytes_per_token),
+        ("no frozen weights stay on the workers", len(old.resident) > len(new.resident)),
+        (f"recompute by {new.recompute}", old.recompute != new.recompute),
+        (f"at most {layers[1]} layers a stage, not {layers[0]}", layers[0] > layers[1]),
+        (f"microbatches of {now.rows} rows, not {before.rows}", before.rows > now.rows),
+    ]
+    found = [text for text, changed in changes if changed] or ["other stages"]
+    return f"{', '.join(found)}: {gib(now.bill.device)} a worker by the bill, not {gib(before.bill.device)}"
+
+
+def _with_half_the_rows(planned: _P) -> _P:
+    """``planned`` with microbatches of half the rows and as many more of them, in as many rounds; no new bill."""
+    train, rows = planned.recipe.train, planned.rows // 2
+
+    def count(microbatches: int) -> int:
+        return -(-microbatches * planned.rows // rows)
+
+    changed = {
+        "micro_batch_size": rows,
+        "gradient_accumulation_steps": count(train.gradient_accumulation_steps),
+    }
+    recipe = planned.recipe.model_copy(update={"train": train.model_copy(update=changed)})
+    profiles, share = planned.profiles, rows / planned.rows
+    return replace(
+        planned,
+        recipe=recipe,
+        data=replace(planned.data, micro_batch_size=rows),
+        num_microbatches=count(planned.num_microbatches),
+        profile=None,
+        profiles=None if profiles is None else [scaled(profile, share) for profile in profiles],
+        plan=replace(planned.plan, num_microbatches=count(planned.plan.num_microbatches)),
     )
 
 

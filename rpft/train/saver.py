@@ -107,7 +107,7 @@ class Saver:
                 return
             began = time.monotonic()
             while self._held(step, layer):
-                self._failure.cancel_if_failed()
+                self._failure.cancel_if_lost()
                 self._changed.wait(POLL_SECONDS)
             self._stall_seconds += time.monotonic() - began
 

@@ -155,8 +155,14 @@ class Outcome:
 
     @property
     def numbers(self) -> list[dict[str, Any]]:
-        """Every line, in order, with what must be the same in an equal run."""
-        return [{k: v for k, v in line.items() if k not in TIMES} for line in self.lines]
+        """Every line of a step or an evaluation, in order, with what must be the same in an equal run."""
+        kept = [line for line in self.lines if line.keys() & {"loss", "eval_loss"}]
+        return [{k: v for k, v in line.items() if k not in TIMES} for line in kept]
+
+    @property
+    def smaller_plans(self) -> list[dict[str, Any]]:
+        """Lines of plans that were made smaller on the way."""
+        return [line for line in self.lines if "out_of_memory" in line]
 
     @property
     def result(self) -> dict[str, bytes]:

@@ -1,9 +1,9 @@
 """A seeded simulator of trouble around `rpft train`: a run is broken again and again, and gone on with.
 
-Every life of a run is a forked process, so that it can be killed like one. What befalls it (an exception, a full
-or broken disk, a power cut at a file operation, signals, kill -9, a thread that stands still, damaged checkpoint
-files between two lives) is drawn from the seed, as are the kind of run, workers, delays and how often it saves.
-Moments of signals and kills are drawn too, but hit where the clock lets them.
+Every life of a run is a forked process, so that it can be killed like one. What befalls it (an exception, a device
+without memory, a full or broken disk, a power cut at a file operation, signals, kill -9, a thread that stands
+still, damaged checkpoint files between two lives) is drawn from the seed, as are the kind of run, workers, delays
+and how often it saves. Moments of signals and kills are drawn too, but hit where the clock lets them.
 
     python tests/support/trouble.py FIRST LAST    seeds FIRST to LAST - 1; a line for each that fails, then counts
 """
@@ -42,6 +42,7 @@ LIFE_SECONDS = 60.0
 """A life that takes longer has hung; the longest takes a few seconds."""
 TROUBLES = (
     "exception",
+    "memory",
     "optimizer",
     "disk full",
     "disk broken",
@@ -106,7 +107,7 @@ class Trouble:
         self.kind = kind
         share, self._later = rng.random(), rng.random()
         self._file_operation, most = rng.choice([("write", 60), ("sync", 30), ("rename", 9)])
-        most = {"exception": 400, "stall": 400, "optimizer": 36}.get(kind, most)
+        most = {"exception": 400, "memory": 400, "stall": 400, "optimizer": 36}.get(kind, most)
         self._number = 1 + int(share * most)
         self._lasting = rng.random() < 0.5
         self._signal = rng.choice([signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -116,6 +117,7 @@ class Trouble:
         return f"{self.kind} ({where}{self._number}, {self._later:.3f})"
 
     def before(self) -> None:
+        import torch
         from transformers.models.llama.modeling_llama import LlamaRMSNorm
         from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -125,6 +127,9 @@ class Trouble:
         if self.kind == "exception":
             for norm in (LlamaRMSNorm, Qwen3RMSNorm):
                 self._break(norm, "forward", self._number, RuntimeError("the kernel gave up"))
+        elif self.kind == "memory":
+            for norm in (LlamaRMSNorm, Qwen3RMSNorm):
+                self._break(norm, "forward", self._number, torch.OutOfMemoryError("CUDA out of memory"))
         elif self.kind == "optimizer":
             self._break(AdamW, "update", self._number, ArithmeticError("no update"))
         elif self.kind in ("disk full", "disk broken"):
@@ -181,6 +186,7 @@ class Trouble:
         signalled = 128 + (signal.SIGINT if self.kind == "signals" else self._signal)
         codes = {
             "exception": {1},
+            "memory": {0},
             "optimizer": {1},
             "disk full": {5},
             "disk broken": {5},
@@ -296,7 +302,8 @@ class Simulator:
         story.append(str(trouble))
         ended = self._life(words, output, rng, trouble.before, lambda child: trouble.meanwhile(child, out), story)
         story.append(f"exit {ended.code}")
-        self.counts[f"{trouble.kind}, {'met' if ended.code else 'missed'}"] += 1
+        met = ended.code or (trouble.kind == "memory" and "done again with a smaller plan" in ended.out)
+        self.counts[f"{trouble.kind}, {'met' if met else 'missed'}"] += 1
         trouble.check(ended)
         after = self._whole(output)
         if before and (not after or max(after) < max(before)):

@@ -45,13 +45,13 @@ def test_a_run_allocates_no_more_than_the_bill_of_its_plan(seed, adapter, projec
     words += ["train.gradient_accumulation_steps=8", "optimizer.update=delayed"]
     seen = SimpleNamespace()
 
-    class Engine(rpft.train.loop.Engine):
-        def close(self):
+    class Engine(rpft.train.machinery.Engine):
+        def close(self, *arguments):
             seen.buffers, seen.devices = self.boundary_buffers, self.devices
-            return super().close()
+            return super().close(*arguments)
 
     output.mkdir()
-    monkeypatch.setattr(rpft.train.loop, "Engine", Engine)
+    monkeypatch.setattr(rpft.train.machinery, "Engine", Engine)
     prepared = prepare(load_recipe(made.recipe, words))
     rpft.train.loop.Trainer(prepared, Silent()).run(None)
     bill = prepared.bill

@@ -8,6 +8,7 @@ import pytest
 from support.engines import plan_of
 from support.recipes import chats, unbroken_runs, watch
 
+from rpft.errors import UserError
 from rpft.optim.schedule import Schedule
 from rpft.train.checkpoint import content_digest
 
@@ -356,7 +357,7 @@ def test_keep_last_decides_how_many_checkpoints_stay(ten_rows):
 def best_at_step_6(monkeypatch):
     """Evaluations at 0, 3, ... 15 with losses that are lowest after step 6."""
     sums = iter([50.0, 40.0, 10.0, 20.0, 30.0, 20.0])
-    monkeypatch.setattr("rpft.train.loop.Engine.evaluate", lambda self, batches: next(sums))
+    monkeypatch.setattr("rpft.train.machinery.Engine.evaluate", lambda self, batches: next(sums))
 
 
 @pytest.mark.usefixtures("best_at_step_6")
@@ -407,3 +408,49 @@ def test_the_state_file_says_which_step_and_which_run(three_checkpoints):
     assert state["about"]["recipe"]["engine"]["workers"] == 1
     assert json.loads(state["about"]["plan"])["num_microbatches"] > 0
     assert set(state["about"]["versions"]) == {"rpft", "torch", "transformers", "python"}
+
+
+def forged(**changes):
+    """A state.json whose checksum is right and whose content no rpft has written."""
+
+    def forge(state):
+        content = {**json.loads(state.read_text()), **changes}
+        content = {key: value for key, value in content.items() if value is not None and key != "sha256"}
+        state.write_text(json.dumps({**content, "sha256": content_digest(content)}))
+
+    return forge
+
+
+HOSTILE = {
+    "deep": lambda state: state.write_text("[" * 200_000),
+    "a list": lambda state: state.write_text("[1, 2]"),
+    "not text": lambda state: state.write_bytes(b"\x80\x04\x95"),
+    "a file outside": forged(files={"../../recipe.yaml": {"num_bytes": 1, "sha256": "0"}}),
+    "files that are none": forged(files=[1]),
+    "a record that is none": forged(files={"layer-00000.safetensors": {"num_bytes": 1}}),
+    "no step": forged(step=None),
+    "a step that is text": forged(step="15"),
+    "a count below zero": forged(updates_applied=-3),
+    "a key too many": forged(__class__="os.system"),
+    "no run": forged(run=7),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_checkpoint_that_no_rpft_has_written_is_refused_or_passed_over_in_one_line(
+    name, ten_rows, three_checkpoints, monkeypatch, caplog
+):
+    made, _ = ten_rows
+    output = made.folder / f"hostile {name}"
+    (output / "checkpoints").mkdir(parents=True)
+    for step in (10, 15):
+        folder = f"checkpoints/step-000000{step}"
+        shutil.copytree(three_checkpoints / folder, output / folder)
+    HOSTILE[name](output / "checkpoints" / "step-00000015" / "state.json")
+    refused = made.train(output.name, "--resume", str(output / "checkpoints" / "step-00000015"))
+    assert refused.code == 2
+    assert "not a whole checkpoint" in refused.err
+    assert len(refused.err.strip().splitlines()) == 1
+    monkeypatch.setattr("rpft.train.prepare.prepare", lambda *_: (_ for _ in ()).throw(UserError("that far")))
+    assert "that far" in made.train(output.name, "--resume").err
+    assert "step-00000015 is not whole" in caplog.text

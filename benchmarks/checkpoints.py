@@ -1,0 +1,240 @@
+"""What saving costs a run of real size, and whether one that was killed goes on as if it had not been.
+
+    python benchmarks/checkpoints.py qwen3-1.7b [--steps 6] [--every 2] [--folder FOLDER] [--json FILE]
+        [--update delayed] [--lora R] [--rows 8 --sequence 2048 --microbatches 2]
+
+Random weights, random tokens, deterministic kernels. Three processes, one after another: one trains to the end
+without saving; one saves every few steps until it is killed in mid-step (kill -9) once a checkpoint is whole; one
+goes on from there. Its last loss, and its masters and moments, must be those of the first. The disk of the folder
+(by default that of temporary files) needs room for two checkpoints, each of 12 bytes a trained parameter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from record import machine, write_record
+from throughput import Model, Run, Step, add_model_arguments, gpu_names, random_step
+
+from rpft.model.host_store import HostLayer
+from rpft.plan.bill import gib
+from rpft.train.checkpoint import CheckpointFolder, TrainState, read_state, restore
+from rpft.train.saver import Saver, SaveReport
+
+_LONG_INTERVAL_SECONDS = 1800
+"""For which the share of a stall is given beside that of this run's interval."""
+_DIGEST_THREADS = 8
+_MANY_STEPS = 10**6
+"""Of the run that is killed: as many as it takes until a checkpoint is whole."""
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_arguments(parser)
+    parser.add_argument("--rows", type=int, default=8, help="rows of a step")
+    parser.add_argument("--sequence", type=int, default=2048)
+    parser.add_argument("--microbatches", type=int, default=2, help="of a step, all in one round")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--every", type=int, default=2, help="steps between saves")
+    parser.add_argument("--update", choices=["sync", "delayed"], default="sync")
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--part", choices=["unbroken", "killed", "resumed"], help=argparse.SUPPRESS)
+    parser.set_defaults(deterministic=True, kernels="eager")
+    return parser.parse_args()
+
+
+# -- a process that trains ---------------------------------------------------------------------------------
+
+
+def tell(**event: Any) -> None:
+    """A line for the process that looks on."""
+    print(json.dumps(event), flush=True)
+
+
+class Training:
+    """The run of one process."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        torch.manual_seed(0)  # the same weights in every process
+        self.model = Model(arguments)
+        shape = arguments.rows, arguments.sequence, arguments.microbatches
+        self.step = Step(*shape, _MANY_STEPS if arguments.part == "killed" else arguments.steps)
+        delayed = arguments.update == "delayed"
+        self.checkpoints = CheckpointFolder(arguments.folder, keep_last=1, keep_best=False)
+        resumed_from = self.checkpoints.newest() if arguments.part == "resumed" else None
+        self.before = 0 if resumed_from is None else read_state(resumed_from).step
+        profiles, workers = self.model.profiles(self.step), arguments.workers[0]
+        self.run = Run(
+            self.model, self.step, profiles, arguments.update, workers, 0, self.before, self._before_update
+        )
+        self.saver = Saver(
+            self.checkpoints,
+            self.model.store,
+            self.run.failure,
+            lagging=delayed,
+            may_make_room=False,
+            before_commit=lambda: None,
+        )
+        if resumed_from is not None:
+            restore(resumed_from, self.model.store, lagging=delayed)
+
+    def _before_update(self, step: int, layer: int) -> None:
+        self.saver.before_update(step, layer)
+
+    def train(self) -> None:
+        """All steps that are left, each queued while the one before computes, as ``rpft train`` does."""
+        mark = time.perf_counter()
+        for step in range(self.before + 1, self.step.timed + 2):
+            if step <= self.step.timed:
+                shape = self.step.rows, self.step.sequence, self.step.microbatches
+                self.run.engine.submit_step(step, random_step(*shape, self.model.vocabulary, step))
+                tell(submitted=step)
+            if step > self.before + 1:
+                result = self.run.optimizer.wait(step - 1)
+                now = time.perf_counter()
+                loss = result.loss_sum / (self.step.rows * (self.step.sequence - 1))
+                tell(step=step - 1, loss=loss, seconds=now - mark)
+                mark = now
+                if self.saver.armed_step == step - 1:
+                    self.saver.start(TrainState(step - 1, step - 1, 0, 0, None, None, {"engine": {}}, {}))
+            if self.arguments.part == "killed" and step % self.arguments.every == 0:
+                self.saver.arm(step)
+            self._tell_of_saves(self.saver.take_reports())
+        self.run.close()
+        self.run.optimizer.join(60)
+
+    @staticmethod
+    def _tell_of_saves(reports: list[SaveReport]) -> None:
+        for report in reports:
+            if report.error is not None:
+                raise report.error
+            tell(saved=report.step, bytes=report.num_bytes, took=report.seconds, stalled=report.stall_seconds)
+
+
+def digest(layers: list[HostLayer]) -> str:
+    """SHA-256 of all masters and moments."""
+
+    def of(layer: HostLayer) -> bytes:
+        found = hashlib.sha256()
+        for flat in (layer.master_values(), layer.exp_avg, layer.exp_avg_sq):
+            found.update(flat.contiguous().view(torch.uint8).numpy().data)
+        return found.digest()
+
+    with ThreadPoolExecutor(_DIGEST_THREADS) as pool:
+        return hashlib.sha256(b"".join(pool.map(of, layers))).hexdigest()
+
+
+def train_part(arguments: argparse.Namespace) -> int:
+    """One of the three processes."""
+    began = time.perf_counter()
+    training = Training(arguments)
+    tell(ready=time.perf_counter() - began, goes_on_after=training.before, devices=gpu_names(training.run.devices))
+    training.train()
+    tell(digest=digest(training.model.store.layers))
+    return 0
+
+
+# -- the process that looks on -----------------------------------------------------------------------------
+
+
+def events_of(arguments: argparse.Namespace, part: str, folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(process id, what it told) of one part, until it ends; exits where it ended badly without being killed."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--part", part, "--folder", str(folder)]
+    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # deterministic products need it
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                yield process.pid, json.loads(line)
+    if process.returncode not in (0, -signal.SIGKILL):
+        sys.exit(f"the {part} run ended with {process.returncode}")
+
+
+def look_on(arguments: argparse.Namespace, folder: Path) -> tuple[list[dict[str, Any]], list[str], bool]:
+    """Runs the three parts; (results for the record, names of devices, whether what had to be equal was)."""
+    told: dict[str, list[dict[str, Any]]] = {"unbroken": [], "killed": [], "resumed": []}
+    for part, events in told.items():
+        began = time.perf_counter()
+        for process, event in events_of(arguments, part, folder):
+            events.append(event)
+            if part == "killed" and "submitted" in event and any("saved" in earlier for earlier in events):
+                time.sleep(0.3 * statistics.median(seconds(events)))
+                os.kill(process, signal.SIGKILL)
+                break
+        print(f"{part}: {time.perf_counter() - began:.0f} s in all, {len(seconds(events))} steps", flush=True)
+    saves = [event for event in told["killed"] if "saved" in event]
+    unbroken, resumed = told["unbroken"], told["resumed"]
+    after = next(event["goes_on_after"] for event in resumed if "ready" in event)
+    plain, saving = statistics.median(seconds(unbroken)[1:]), seconds(told["killed"])
+    save = saves[0]
+    interval = arguments.every * plain
+    checks = {
+        f"loss of step {arguments.steps}": (losses(unbroken)[-1], losses(resumed)[-1]),
+        "digest of masters and moments": (unbroken[-1]["digest"][:16], resumed[-1]["digest"][:16]),
+    }
+    case = f"{arguments.preset} {f'LoRA r{arguments.lora}' if arguments.lora else 'full'}, {arguments.update}"
+    figures = [
+        ("step without saving, median", plain, "s"),
+        ("longest step while saving", max(saving[1:]), "s"),
+        ("checkpoint", save["bytes"] / 1e9, "GB"),
+        ("time of a save", save["took"], "s"),
+        ("rate of a save", save["bytes"] / save["took"] / 1e9, "GB/s"),
+        ("training held up by a save", save["stalled"], "s"),
+        (f"share of {arguments.every} steps", 100 * save["stalled"] / (interval + save["stalled"]), "%"),
+        ("share of half an hour", 100 * save["stalled"] / _LONG_INTERVAL_SECONDS, "%"),
+        ("ready again after the kill", next(event["ready"] for event in resumed if "ready" in event), "s"),
+        ("steps done again", float(losses_known(told["killed"]) - after), "steps"),
+        *((f"equal: {name}", float(a == b), "1 = yes") for name, (a, b) in checks.items()),
+    ]
+    print(f"{case}; a checkpoint takes {gib(save['bytes'])}; killed in step {told['killed'][-1]['submitted']}")
+    for name, value, unit in figures:
+        print(f"  {name:45} {value:10.3f} {unit}")
+    for name, (a, b) in checks.items():
+        print(f"  {name}: unbroken {a}, resumed after step {after} {b}: {'equal' if a == b else 'DIFFERENT'}")
+    results = [{"case": case, "metric": m, "value": round(value, 4), "unit": unit} for m, value, unit in figures]
+    names = next(event["devices"] for event in unbroken if "ready" in event)
+    return results, names, all(a == b for a, b in checks.values())
+
+
+def seconds(events: list[dict[str, Any]]) -> list[float]:
+    return [event["seconds"] for event in events if "step" in event]
+
+
+def losses(events: list[dict[str, Any]]) -> list[float]:
+    return [event["loss"] for event in events if "step" in event]
+
+
+def losses_known(events: list[dict[str, Any]]) -> int:
+    """The last step whose loss a process told."""
+    return max(event["step"] for event in events if "step" in event)
+
+
+def main() -> int:
+    arguments = parse()
+    if arguments.part is not None:
+        return train_part(arguments)
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        results, names, equal = look_on(arguments, Path(folder))
+    if arguments.json is not None:
+        write_record(arguments.json, "checkpoints", machine(names), results)
+    return 0 if equal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

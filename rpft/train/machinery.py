@@ -1,0 +1,175 @@
+"""Engine, optimizer and watchdog of a run, and how they begin anew: with a smaller plan, or further back.
+
+When a device's memory does not do, the step at work is undone and nothing else. Its slots have written nothing
+but gradients, which the next attempt writes again. An update that has begun is finished: it needs no worker any
+more. So every layer stands at the same step, and the run goes on behind it.
+"""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Callable
+
+import torch
+
+from rpft.engine.engine import Engine
+from rpft.engine.failure import POLL_SECONDS, EngineError, Failure, causes
+from rpft.engine.streams import Delays, Event
+from rpft.engine.watchdog import Watchdog
+from rpft.model.host_store import HostStore
+from rpft.optim.adamw import AdamW
+from rpft.optim.host_optimizer import HostOptimizer
+from rpft.optim.schedule import Schedule
+from rpft.train.checkpoint import TrainState
+from rpft.train.planning import smaller
+from rpft.train.prepare import Prepared
+from rpft.train.saver import Saver
+
+_CLOSE_SECONDS = 5.0
+
+
+class Machinery:
+    """What carries out the steps of a run. All methods are called from the main thread."""
+
+    def __init__(
+        self, prepared: Prepared, store: HostStore, saver: Saver, failure: Failure, state: TrainState
+    ) -> None:
+        """``state``: where the run stands. To be followed by ``start``, or by ``start_smaller`` if that fails."""
+        self.prepared, self._store, self._saver, self._failure = prepared, store, saver, failure
+        self._delays = Delays(prepared.recipe.engine.inject_delays)
+        self._engine: Engine | None = None
+        self._begin_at(state)
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None
+        return self._engine
+
+    def _begin_at(self, state: TrainState) -> None:
+        train, settings = self.prepared.recipe.train, self.prepared.recipe.optimizer
+        schedule = Schedule(
+            train.lr_scheduler,
+            train.learning_rate,
+            self.prepared.data.order.num_steps,
+            train.warmup_ratio,
+            train.min_lr_ratio,
+            train.decay_ratio,
+        )
+        self.optimizer = HostOptimizer(
+            self._store,
+            AdamW(settings.betas, settings.eps, settings.weight_decay),
+            schedule,
+            train.max_grad_norm,
+            self._failure,
+            self._delays,
+            updates_applied=state.updates_applied,
+            skipped_steps=state.skipped_steps,
+            skipped_in_a_row=state.skipped_in_a_row,
+            kernels=self.prepared.one_pass,
+            before_update=self._saver.before_update,
+            last_step=state.step,
+        )
+
+    def start(self) -> None:
+        """Builds the engine; torch.OutOfMemoryError where a device has not the memory for its buffers."""
+        prepared, delayed = self.prepared, self.prepared.delayed
+        self._engine = Engine(
+            prepared.skeleton,
+            self._store,
+            prepared.plan,
+            prepared.devices,
+            functions=prepared.functions,
+            max_tokens=prepared.rows * prepared.data.longest,
+            seed=prepared.recipe.train.seed,
+            update_lag=1 if delayed else 0,
+            send_update=self.optimizer.submit,
+            failure=self._failure,
+            delays=self._delays,
+            # Only the very first step reads the latest weights, since there are no others.
+            lagging=delayed and self.optimizer.last_step > 0,
+        )
+        self.watchdog = Watchdog(
+            [*self._engine.streams, self.optimizer.stream],
+            prepared.recipe.engine.stall_seconds,
+            self._failure,
+            lambda: self._saver.progress_bytes,
+        )
+
+    def rest(self) -> None:
+        """Waits until every submitted step is applied; what comes reads the latest weights."""
+        self.engine.flush()
+        done = self.optimizer.stream.record(Event())
+        with self.watchdog.expecting("the last update"):
+            while not done.wait(POLL_SECONDS):
+                self._failure.raise_if_failed()
+
+    def start_smaller(self, error: BaseException) -> None:
+        """Begins anew, behind the last update, with the next smaller plan, after a device had too little memory.
+
+        Raises EngineError where no plan is smaller, or ``error``, which said so, where more than that went wrong.
+        """
+        if self._failure.lost:
+            raise error
+        ended = self._end()
+        if not ended or self._failure.lost:
+            raise error
+        self._let_go(error)
+        self._failure.clear()
+        self.optimizer.restart()
+        while (found := smaller(self.prepared)) is not None:
+            self.prepared = found
+            try:
+                self.start()
+                return
+            except torch.OutOfMemoryError as again:
+                self._let_go(again)
+        raise EngineError(
+            f"{error}. Every smaller plan was tried. Less memory is needed with a smaller data.max_seq_len, with"
+            " an adapter, or when nothing else uses the device"
+        ) from error
+
+    def go_back(self, read: Callable[[], TrainState], reason: Exception) -> TrainState:
+        """Drops what is under way and has ``read`` fill the store; ``start`` goes on behind what that gives."""
+        self._failure.set(reason)
+        ended = self._end()
+        self._saver.wait()
+        if not ended:
+            raise reason
+        self._let_go(None)
+        state = read()
+        self._failure.clear()
+        self._begin_at(state)
+        return state
+
+    def _end(self) -> bool:
+        """Ends all threads, the optimizer's when it has finished what it has begun; whether they did end."""
+        patience_seconds = self.prepared.recipe.engine.stall_seconds  # a layer may be compiled, a model updated
+        left = [] if self._engine is None else self._engine.close(patience_seconds)
+        self.optimizer.close()
+        ended = self.optimizer.join(patience_seconds)
+        if self._engine is not None:
+            self.watchdog.close()
+        return ended and not left
+
+    def _let_go(self, error: BaseException | None) -> None:
+        """Frees the memory of the engine, some of which the frames of ``error`` hold."""
+        for cause in causes(error):
+            for each in (cause, cause.__context__):
+                traceback.clear_frames(None if each is None else each.__traceback__)
+        self._engine = None
+        gc.collect()
+        for device in self.prepared.devices:
+            device.reclaim()
+
+    def close(self, at_once: bool = False) -> None:
+        """Ends all threads. A checkpoint that is being written is finished, since no update can reach it now."""
+        if self._engine is not None:
+            self._engine.close()
+        self.optimizer.close()
+        self.optimizer.join(_CLOSE_SECONDS)
+        if at_once:
+            self._saver.give_up()
+        self._saver.wait()
+        if self._engine is not None:
+            self.watchdog.close()
