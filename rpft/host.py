@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
+
+CXX_NAMES = ("g++", "clang++")
+"""C++ compilers, for ``find_compiler``."""
 
 
 def available_cores() -> int:
@@ -16,3 +22,13 @@ def available_cores() -> int:
 def cache_folder(kind: str) -> Path:
     """Where things of one kind are kept for the next run; need not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rpft" / kind
+
+
+def find_compiler(variable: str, names: Sequence[str]) -> list[str] | None:
+    """A compiler's command: that of the environment's ``variable``, or if it is not set the first of ``names``.
+
+    None where there is no such program.
+    """
+    own = shlex.split(os.environ.get(variable, ""))
+    commands = [own] if own else [[name] for name in names]
+    return next((words for words in commands if shutil.which(words[0])), None)

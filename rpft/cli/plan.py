@@ -72,14 +72,15 @@ def _planned(settings: Recipe, machine: str | None) -> Planned:
         from rpft.train.planning import plan_for_machine
 
         return plan_for_machine(settings, read_machine(machine), machine)
-    from rpft.train.prepare import plan_here, set_up
+    from rpft.train.prepare import plan_rows_here, set_up
 
     def say(line: str) -> None:
         typer.echo(line, err=True)
 
     bench = set_up(settings)
     # Without graphs no layer is compiled, and other lengths are soon measured.
-    return plan_here(bench, bench.find_profile(say, needed=True, lengths=not bench.job.kernels.graphs))
+    lengths = not bench.job.kernels.graphs
+    return plan_rows_here(bench, lambda bench: bench.find_profile(say, needed=True, lengths=lengths))
 
 
 def _show(planned: Planned, prediction: Prediction | None) -> None:
@@ -93,8 +94,12 @@ def _show(planned: Planned, prediction: Prediction | None) -> None:
     target = planned.target
     console.print(
         f"{target.num_workers} worker(s), {target.name}: {planned.rounds} round(s) a step, of"
-        f" {plan.num_microbatches} microbatches each; recompute by {plan.recompute}"
+        f" {plan.num_microbatches} microbatches each, of {planned.rows} row(s); recompute by {plan.recompute}"
     )
+    if plan.dispatch:
+        console.print(f"slots of a step go to workers {' '.join(map(str, plan.dispatch))}, not in turn")
+    if planned.choices:
+        console.print(f"chosen: {'; '.join(planned.choices)}")
     if plan.keep_bytes_per_token:
         console.print(f"the forward of a block keeps {plan.keep_bytes_per_token:,} bytes a token for its backward")
     stages = Table()
@@ -137,23 +142,17 @@ def _show(planned: Planned, prediction: Prediction | None) -> None:
 def _say_what_would_fit(planned: Planned) -> None:
     from rpft.plan.bill import gib
     from rpft.train.planning import MEMORY_NAMES
-    from rpft.train.tries import smaller
+    from rpft.train.tries import less, smaller
 
     names = " and ".join(MEMORY_NAMES[name] for name in planned.short_of)
     typer.echo(f"error: this does not fit: too little {names}. What changes it most, each tried alone:", err=True)
     for tried in smaller(planned):
         now = tried.planned.memory
         saved = ", ".join(
-            f"{MEMORY_NAMES[name]} {gib(now[name])}, {_less(planned.memory[name] - now[name])}"
+            f"{MEMORY_NAMES[name]} {gib(now[name])}, {less(planned.memory[name] - now[name])}"
             for name in planned.short_of
         )
         typer.echo(f"  {tried.setting}: {saved}{'; that fits' if tried.planned.fits else ''}", err=True)
-
-
-def _less(num_bytes: int) -> str:
-    from rpft.plan.bill import gib
-
-    return f"{gib(abs(num_bytes))} {'less' if num_bytes >= 0 else 'more'}"
 
 
 def _say_what_is_faster(planned: Planned, prediction: Prediction | None) -> None:

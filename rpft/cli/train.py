@@ -111,8 +111,7 @@ def _train(settings: Recipe, resume: str | None, force: bool, lock: RunLock, com
     from rpft.train.loop import Trainer
     from rpft.train.prepare import prepare
     from rpft.train.reporter import LastingReporter
-    from rpft.train.resume import compare_runs, find_checkpoint
-    from rpft.train.room import refuse_without_room
+    from rpft.train.resume import compare_runs, divided_as_before, find_checkpoint
 
     output_dir = Path(settings.output_dir)
     wanted = settings.train.resume_from_checkpoint if resume is None else resume == LATEST or resume
@@ -121,9 +120,10 @@ def _train(settings: Recipe, resume: str | None, force: bool, lock: RunLock, com
     if wanted and output_dir.is_dir():
         lock.take()
     checkpoint = find_checkpoint(settings, wanted)
+    if checkpoint is not None:
+        settings = divided_as_before(settings, checkpoint)
     prepared = prepare(settings, typer.echo)
     changes = [] if checkpoint is None else compare_runs(checkpoint, prepared, force)
-    refuse_without_room(prepared)
     output_dir.mkdir(parents=True, exist_ok=True)
     lock.take()
     if checkpoint is None:
@@ -212,6 +212,8 @@ def describe(prepared: Prepared) -> list[str]:
         f"batch: {train.micro_batch_size} row(s) x {train.gradient_accumulation_steps} microbatches a step,"
         f" {data.order.num_steps} steps, longest row {data.longest} tokens"
     )
+    if prepared.choices:
+        lines.append(f"chosen by the planner: {'; '.join(prepared.choices)}; recompute by {plan.recompute}")
     lines += _describe_kernels(prepared)
     lines.append(
         f"plan for {len(prepared.devices)} worker(s) on {prepared.devices[0].torch_device.type}:"
@@ -219,6 +221,8 @@ def describe(prepared: Prepared) -> list[str]:
         f" backward {' '.join(map(str, plan.backward[1:])) or '-'}; {plan.num_microbatches} microbatches a round,"
         f" recompute by {plan.recompute}"
     )
+    if plan.dispatch:
+        lines.append(f"slots of a step go to workers {' '.join(map(str, plan.dispatch))}: faster than in turn")
     for name, size, parts in (
         ("RAM", bill.host, bill.host_parts),
         ("each worker", bill.device, bill.device_parts),

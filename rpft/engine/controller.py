@@ -1,4 +1,4 @@
-"""The controller: the one place that orders slots and gives them, round-robin, to workers.
+"""The controller: the one place that orders slots and gives them to workers, in turn or as the plan says.
 
 A step's slots are built and queued in the order of the program, before any of them has run. Because every
 event is made here, in that order, who waits for whom is decided in one thread and can be read in one file:
@@ -139,9 +139,9 @@ class Controller:
             torch.zeros(len(self._layouts), dtype=torch.float64),
         )
         size = self._plan.num_microbatches
-        for start in range(0, len(microbatches), size):
+        for number, start in enumerate(range(0, len(microbatches), size)):
             tasks = [(b, self._key(step, start + i)) for i, b in enumerate(microbatches[start : start + size])]
-            self._submit_round(tasks, ticket, first=start == 0, last=start + size >= len(microbatches))
+            self._submit_round(tasks, ticket, number, last=start + size >= len(microbatches))
         self._gradients_read = ticket.read
         before, number = self._latest, self._update_lag - self._latest.copy
         written = [Event() if t else old for t, old in zip(self._has_gradient, before.written, strict=True)]
@@ -157,7 +157,7 @@ class Controller:
         size = self._plan.num_microbatches
         for start in range(0, len(microbatches), size):
             batches = [(batch, None) for batch in microbatches[start : start + size]]
-            inputs = self._forward_slots(batches, lambda layer: 0, None)
+            inputs = self._forward_slots(batches, lambda layer: 0, None, None)
             self._loss_slot(batches, inputs, losses)
         return losses
 
@@ -171,14 +171,15 @@ class Controller:
 
     # -- one round -----------------------------------------------------------------------------------------
 
-    def _submit_round(self, batches: Sequence[KeyedBatch], ticket: Ticket, first: bool, last: bool) -> None:
-        """F0 .. F(p-1), the fused stage, B1 .. B(q-1)."""
+    def _submit_round(self, batches: Sequence[KeyedBatch], ticket: Ticket, number: int, last: bool) -> None:
+        """F0 .. F(p-1), the fused stage, B1 .. B(q-1) of round ``number`` of a step."""
+        first_place = number * self._plan.num_slots
         segments = {stage: self._segments(stage) for stage in self._plan.backward}
         kept = [s.first for stage in self._plan.backward[1:] for s in segments[stage] if s.first > 0]
         keeping: dict[int, list[Boundary]] = {}
-        inputs = self._forward_slots(batches, kept.count, keeping)
+        inputs = self._forward_slots(batches, kept.count, keeping, first_place)
         gradients: list[Boundary] | None = None
-        for stage in self._plan.backward:
+        for place, stage in enumerate(self._plan.backward, first_place + len(self._plan.forward)):
             if stage.last < self.first_trained:
                 break
             fused = stage is self._plan.fused
@@ -202,8 +203,9 @@ class Controller:
                 stage,
                 segments[stage],
                 tasks,
-                self._gradient_copies(stage, ticket, first, last),
+                self._gradient_copies(stage, ticket, number == 0, last),
                 ticket.losses if fused else None,
+                place,
             )
 
     def _segments(self, stage: Stage) -> tuple[Stage, ...]:
@@ -217,15 +219,16 @@ class Controller:
         batches: Sequence[KeyedBatch],
         later_readers: Callable[[int], int],
         keeping: dict[int, list[Boundary]] | None,
+        place: int | None,
     ) -> dict[int, list[Boundary]]:
         """Queues the forward stages; gives for each layer whose input was kept a boundary a microbatch.
 
         ``later_readers`` says how many backward segments will read a layer's input. ``keeping`` is filled with
-        what blocks keep for their backward; None where there is none.
+        what blocks keep for their backward; None where there is none. ``place``: of the first slot in its step.
         """
         kept: dict[int, list[Boundary]] = {}
         starts = {stage.first for stage in self._plan.forward} | {self._plan.fused.first}
-        for stage in self._plan.forward:
+        for number, stage in enumerate(self._plan.forward):
             tasks = [Task(*batch) for batch in batches]
             for m, task in enumerate(tasks):
                 if stage.first > 0:
@@ -241,7 +244,8 @@ class Controller:
                 for layer in range(max(stage.first, self.first_trained, 1), stage.last + 1):
                     task.kept_outputs[layer] = self._kept.acquire_bytes(1)
                     keeping.setdefault(layer, []).append(task.kept_outputs[layer])
-            self._dispatch(SlotKind.FORWARD, stage, (), tasks, [], None)
+            in_step = None if place is None else place + number
+            self._dispatch(SlotKind.FORWARD, stage, (), tasks, [], None, in_step)
         return kept
 
     def _loss_slot(self, batches: Sequence[KeyedBatch], inputs: dict[int, list[Boundary]], losses: Losses) -> None:
@@ -250,7 +254,7 @@ class Controller:
         if fused.first > 0:
             for m, task in enumerate(tasks):
                 task.inputs[fused.first] = self._boundaries.read(inputs[fused.first][m])
-        self._dispatch(SlotKind.LOSS, fused, (), tasks, [], losses)
+        self._dispatch(SlotKind.LOSS, fused, (), tasks, [], losses, None)
 
     def _shape(self, batch: HostBatch) -> tuple[int, int, int]:
         rows, sequence = batch.input_ids.shape
@@ -277,8 +281,12 @@ class Controller:
         tasks: list[Task],
         gradients: list[GradientCopy],
         losses: Losses | None,
+        place: int | None,
     ) -> None:
-        """Gives a slot to the next worker in turn; the counter runs on over rounds and steps."""
+        """Gives a slot to the worker that the plan says, or to the next in turn, by a count that runs on and on.
+
+        ``place``: of the slot in its step; None in an evaluation, which goes in turn.
+        """
         uploaded = Event()
         starts = region_starts(self._layouts, stage)
         weights = []
@@ -298,6 +306,7 @@ class Controller:
             slot.losses, slot.losses_ready = torch.zeros(len(tasks)), Event()
             losses.values.append(slot.losses)
             losses.ready.append(slot.losses_ready)
-        worker = self._workers[self._slots_dispatched % len(self._workers)]
+        number = None if place is None else self._plan.worker_of(place, len(self._workers))
+        worker = self._workers[self._slots_dispatched % len(self._workers) if number is None else number]
         self._slots_dispatched += 1
         worker.enqueue(slot)

@@ -8,9 +8,7 @@ that nothing is kept on the disk that could be another machine's. Calls go throu
 from __future__ import annotations
 
 import ctypes
-import os
 import shlex
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -21,18 +19,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rpft.host import CXX_NAMES, find_compiler
+
 SQUARES_ROW = 1024
 """Elements of which the squares are summed in float32; a vector's lanes share them, so an error is about 1e-7."""
 
 _FLAGS = "-O3 -march=native -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math -std=c++17 -shared -fPIC"
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-
-
-def compiler() -> list[str] | None:
-    """The C++ compiler's command: $CXX, g++ or clang++; None where there is none."""
-    words = shlex.split(os.environ.get("CXX", ""))
-    return next((found for found in (words, ["g++"], ["clang++"]) if found and shutil.which(found[0])), None)
 
 
 class Weights(NamedTuple):
@@ -92,7 +86,7 @@ class CompiledKernels:
 
 
 def _build(source: str) -> ctypes.CDLL:
-    command = compiler()
+    command = find_compiler("CXX", CXX_NAMES)
     if command is None:
         raise OSError("no C++ compiler is found: install g++ or set $CXX")
     with tempfile.TemporaryDirectory(prefix="rpft-") as folder:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from rpft.errors import UserError
 from rpft.model.graphs import KernelKind
 from rpft.model.head import HEAD_CHUNK_TOKENS
 from rpft.model.host_store import store_bytes
 from rpft.model.layout import LayerLayout
 from rpft.plan.plan import Plan, Stage
 from rpft.plan.profile import LayerProfile, memory_measured
-from rpft.plan.sizes import worker_sizes
+from rpft.plan.sizes import boundary_buffers, worker_sizes
 
 _PROCESS_BYTES = 3 << 29
 """Interpreter, torch, transformers and tokenised data: 1.5 GiB."""
@@ -84,14 +83,12 @@ def make_bill(plan: Plan, layouts: list[LayerLayout], work: Workload) -> Bill:
     """What ``plan`` takes for ``work``."""
     shape, max_tokens = work.shape, work.max_tokens
     boundary = max_tokens * shape.hidden_size * shape.itemsize
-    kept = {s.first for stage in plan.backward[1:] for s in plan.segments(stage)}
-    crossings = len(kept | {stage.first for stage in plan.forward} | {plan.fused.first}) + 2
     kept_blocks = sum(1 for layout in layouts[1 : plan.fused.first] if layout.layer >= _first_trained(layouts))
     host = {
         "weights, gradients, optimizer state": store_bytes(
             layouts, work.gradient_dtype, two_copies=work.delayed, whole_masters=work.whole_masters
         ),
-        "hidden states between stages": crossings * plan.num_microbatches * boundary,
+        "hidden states between stages": boundary_buffers(plan, _first_trained(layouts)) * boundary,
         "kept for the backward": kept_blocks * plan.num_microbatches * plan.keep_bytes_per_token * max_tokens,
         "process": _PROCESS_BYTES + (_COMPILER_BYTES if work.kernels == "compile" else 0),
     }
@@ -172,22 +169,3 @@ def gib(num_bytes: int) -> str:
     if num_bytes < 1 << 30:
         return f"{num_bytes / 2**20:.0f} MiB"
     return f"{num_bytes / 2**30:.1f} GiB"
-
-
-def refuse_unless_fits(bill: Bill, ram_bytes: int, vram_bytes: int | None, advice: Callable[[], str]) -> None:
-    """Raises UserError, with the bill and ``advice`` on what changes it, when RAM or device memory is too little.
-
-    ``vram_bytes`` is None where the device has no memory of its own. ``advice`` is asked for only then.
-    """
-    if bill.host > ram_bytes:
-        parts = "; ".join(f"{name} {gib(size)}" for name, size in bill.host_parts.items())
-        raise UserError(
-            f"this run needs {gib(bill.host)} of RAM and {gib(ram_bytes)} are free ({parts})."
-            f" {advice()}; if the system reports too little, set engine.ram_limit"
-        )
-    if vram_bytes is not None and bill.device > vram_bytes:
-        parts = "; ".join(f"{name} {gib(size)}" for name, size in bill.device_parts.items())
-        raise UserError(
-            f"this run needs {gib(bill.device)} of memory on each GPU and may take {gib(vram_bytes)} ({parts})."
-            f" {advice()}; engine.vram_limit raises what it may take"
-        )

@@ -1,4 +1,4 @@
-"""Chooses the plan of a run: the balanced one that fits, recomputing by stage where that fits, else by layer."""
+"""Chooses the plan of a run for given rounds: the fastest by prediction that fits, stages and recompute grain."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from rpft.model.layout import LayerLayout
 from rpft.model.skeleton import Skeleton
 from rpft.plan.bill import ModelShape, Workload, make_bill
 from rpft.plan.costs import LayerCost, layer_costs, layer_loads, measured_costs
-from rpft.plan.partition import Fits, Seconds, balanced_plan, improved, with_smaller_fused_stage
+from rpft.plan.dispatch import dispatched
+from rpft.plan.partition import Fits, Seconds, balanced_plan, improved, is_small, with_smaller_fused_stage
 from rpft.plan.plan import Plan
 from rpft.plan.profile import LayerProfile
-from rpft.plan.simulate import ASSUMED_RATES, Rates, StepShape, steps_seconds
+from rpft.plan.simulate import ASSUMED_RATES, Rates, StepShape, step_seconds, steps_seconds
 
 _FILLED_WITH_RESIDENTS = 0.95
 """Share of the device memory up to which frozen weights may stay: the allocator's fragments need some too."""
@@ -23,7 +24,10 @@ _WORTH_KEEPING = 0.005
 """Share of a step that keeping more must save."""
 
 _WORTH_IMPROVING = 0.02
-"""By how much of a step a way of keeping more may be behind the best before its own cuts are found."""
+"""By how much of a step another grain, or a way of keeping more, may be behind before its own cuts are found."""
+
+_WORTH_THE_OTHER_GRAIN = 0.005
+"""Share of a step that the grain which is not preferred must save."""
 
 
 def model_shape(config: Any, itemsize: int) -> ModelShape:
@@ -48,35 +52,71 @@ def choose_plan(
 ) -> Plan:
     """A plan for ``work`` on ``num_workers`` with ``vram_bytes`` each (None: no limit); ``recompute`` may be auto.
 
-    Layers that run as graphs are recomputed one at a time where RAM allows, since a layer's recompute and
-    backward as one graph is shorter; run by torch they are recomputed a stage at a time where VRAM allows, since
-    fewer hidden states then cross the link. Where nothing fits, the plan with the smallest stages, whose bill says
-    by how much. ``speeds``: of each worker, over that of the one that was measured, where they differ.
+    Where times are known ``auto`` is the grain with the shorter step. Of those as good as equally fast, and where
+    times are not known, layers that run as graphs are recomputed one at a time, since a layer's recompute and
+    backward as one graph is shorter; run by torch they are recomputed a stage at a time, since fewer hidden
+    states then cross the link. Where nothing fits, the plan with the smallest stages, whose bill says by how much.
+    ``speeds``: of each worker, over that of the one that was measured, where they differ.
     """
-    costs = layer_costs(layouts, skeleton) if work.profiles is None else measured_costs(work.profiles)
     rounds = -(-work.accumulation // num_microbatches)
     preferred = ("stage", "layer") if work.kernels == "eager" else ("layer", "stage")
     grains: Sequence[str] = preferred if recompute == "auto" else (recompute,)
+
+    def costs_of(grain: str, keep_bytes_per_token: int = 0) -> Sequence[LayerCost]:
+        if work.profiles is None:
+            return layer_costs(layouts, skeleton)
+        return measured_costs(work.profiles, keep_bytes_per_token, grain)
 
     def fits(plan: Plan) -> bool:
         bill = make_bill(plan, layouts, work)
         return (vram_bytes is None or bill.device <= vram_bytes) and (ram_bytes is None or bill.host <= ram_bytes)
 
-    def clock(costs: Sequence[LayerCost]) -> Seconds:
-        shape = step_shape(layouts, work, costs, num_workers, rounds, speeds)
-        return partial(steps_seconds, shape=shape, rates=rates)
+    def shape_of(costs: Sequence[LayerCost]) -> StepShape:
+        return step_shape(layouts, work, costs, num_workers, rounds, speeds)
 
-    seconds = None if work.profiles is None else clock(costs)
+    def clock(costs: Sequence[LayerCost]) -> Seconds:
+        return partial(steps_seconds, shape=shape_of(costs), rates=rates)
+
+    found: dict[Plan, float] = {}
     for grain in grains:
+        costs = costs_of(grain)
+        seconds = None if work.profiles is None else clock(costs)
+        if found and (seconds is None or not _could_be_faster(grain, *found.items(), seconds=seconds)):
+            continue
         plan = balanced_plan(costs, num_workers, num_microbatches, rounds, grain, fits, seconds)
-        if plan is not None and recompute == "auto" and work.profiles is not None:
+        if plan is None:
+            continue
+        if recompute == "auto" and work.profiles is not None:
             plan = _keeping_more(plan, work.profiles, rounds, fits, clock)
-        if plan is not None:
-            return plan if vram_bytes is None else _with_residents(plan, layouts, work, vram_bytes)
+        shape = shape_of(costs_of(grain, plan.keep_bytes_per_token))
+        if seconds is None:
+            found[plan] = 0.0
+        elif not shape.mixed:
+            found[plan] = step_seconds(plan, shape, rates)
+        else:
+            # Stages for workers that are alike suit an order in which the faster ones have more of them.
+            even, uneven = (replace(shape, speeds=speeds) for speeds in (None, shape.speeds))
+            alike, _ = improved(plan, fits, partial(steps_seconds, shape=even, rates=rates), rounds)
+            orders = [dispatched(each, shape, rates) for each in (plan, alike)]
+            best, _ = min(orders, key=lambda order: order[1])
+            moved, _ = improved(best, fits, partial(steps_seconds, shape=uneven, rates=rates), rounds)
+            orders.append(dispatched(moved, shape, rates))
+            found.update([min(orders, key=lambda order: order[1])])
+    if found:
+        least = min(found.values()) * (1 + _WORTH_THE_OTHER_GRAIN)
+        plan = next(plan for plan, seconds in found.items() if seconds <= least)
+        return plan if vram_bytes is None else _with_residents(plan, layouts, work, vram_bytes)
     smallest = "layer" if recompute == "auto" else recompute
-    plan = balanced_plan(costs, num_workers, num_microbatches, rounds, smallest, _has_smallest_stages)
+    plan = balanced_plan(costs_of(smallest), num_workers, num_microbatches, rounds, smallest, _has_smallest_stages)
     assert plan is not None
     return plan
+
+
+def _could_be_faster(grain: str, found: tuple[Plan, float], seconds: Seconds) -> bool:
+    """Whether a search with another ``grain`` is worth its time: the stages ``found`` are as good there."""
+    plan, least = found
+    same = replace(plan, recompute=grain, keep_bytes_per_token=0)
+    return is_small(plan.num_layers) or float(seconds([same])[0]) < least * (1 + _WORTH_IMPROVING)
 
 
 def step_shape(

@@ -19,7 +19,10 @@ class LayerCost:
     backward: float
     """Without the recompute: twice the forward for trained weights, once for frozen ones."""
     spared: float = 0.0
-    """Of both, what a backward slot is spared by what the forward kept. The fused stage keeps all of it anyway."""
+    """Of both, what a backward slot is spared by what the forward kept; below 0 what it does more.
+
+    Not of the fused stage, which keeps all anyway.
+    """
 
     @property
     def with_recompute(self) -> float:
@@ -67,15 +70,22 @@ def layer_loads(
     ]
 
 
-def measured_costs(profiles: Sequence[LayerProfile], keep_bytes_per_token: int = 0) -> list[LayerCost]:
-    """One cost a layer, in seconds for one microbatch, where blocks keep so much for their backward."""
+def measured_costs(
+    profiles: Sequence[LayerProfile], keep_bytes_per_token: int = 0, recompute: str = "layer"
+) -> list[LayerCost]:
+    """One cost a layer, in seconds for one microbatch, where blocks keep so much for their backward.
+
+    Recomputed with others of its ``stage``, a layer that runs as a graph runs its whole forward and what a
+    backward that was left everything takes: only by ``layer`` are both one graph, without what feeds no gradient.
+    """
     costs = []
     for profile in profiles:
-        share = min(share for size, share in profile.keep_options if size <= keep_bytes_per_token)
-        backward = profile.backward_seconds
-        costs.append(
-            LayerCost(profile.forward_seconds, backward - profile.forward_seconds, (1 - share) * backward)
-        )
+        forward, backward, left = profile.forward_seconds, profile.backward_seconds, profile.backward_seconds
+        if recompute == "layer":
+            left *= min(share for size, share in profile.keep_options if size <= keep_bytes_per_token)
+        elif len(profile.keep_options) > 1:
+            left = max(left, forward + left * min(share for _, share in profile.keep_options))
+        costs.append(LayerCost(forward, backward - forward, backward - left))
     return costs
 
 

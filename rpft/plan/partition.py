@@ -129,6 +129,7 @@ class _Search:
             like.recompute,
             like.keep_bytes_per_token,
             like.resident,
+            like.dispatch,
         )
 
     def play(self, some: Iterable[_Cuts]) -> None:
@@ -200,6 +201,11 @@ class _Search:
         return max(2, min(_MOST_STARTS, self.left // (_CHANGES * one)))
 
 
+def is_small(num_layers: int) -> bool:
+    """Whether all partitions of so many layers can be played."""
+    return num_layers - 2 <= _FEW_BLOCKS
+
+
 def balanced_plan(
     costs: Sequence[LayerCost],
     num_workers: int,
@@ -218,7 +224,7 @@ def balanced_plan(
     like = Plan((), (Stage(0, head),), num_microbatches, recompute)
     shape = StepShape(layer_loads(costs), 0, 0, num_workers, rounds, delayed=False, slot_seconds=0.0)
     search = _Search(like, fits, seconds or (lambda plans: steps_seconds(plans, shape, AT_ONCE)), rounds)
-    if seconds is not None and head - 1 <= _FEW_BLOCKS:
+    if seconds is not None and is_small(len(costs)):
         search.play(_all(head))
         found = search.fastest(search.known, 1)
     else:
@@ -333,9 +339,13 @@ def _all(head: int) -> Iterator[_Cuts]:
 
 
 def choose_num_microbatches(accumulation: int, most: int = 16) -> int:
-    """M for a step of ``accumulation`` microbatches: its largest divisor up to ``most``.
+    """M for a step of ``accumulation`` microbatches where no time is known: its largest divisor up to ``most``.
 
-    More microbatches a round move weights less often and keep more hidden states in RAM. The number of workers
-    has no say, and the numbers do not depend on the choice.
+    More microbatches a round move weights less often and keep more hidden states in RAM.
     """
-    return max(m for m in range(1, min(most, accumulation) + 1) if accumulation % m == 0)
+    return next(m for m in divisors(accumulation) if m <= most)
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, the largest first."""
+    return [n for n in range(number, 0, -1) if number % n == 0]

@@ -11,6 +11,9 @@ from rpft.errors import UserError
 
 PLAN_VERSION = 1
 
+_KINDS = {"made_for": dict, "micro_batch_size": int}
+"""Of what a plan file says beside the plan and is asked for."""
+
 
 class Stage(NamedTuple):
     """Consecutive layers ``first`` to ``last``, both included, that are uploaded together."""
@@ -45,6 +48,8 @@ class Plan:
     """With recompute by layer: what a block's forward keeps beside its input, so that less is recomputed."""
     resident: tuple[int, ...] = ()
     """Layers whose frozen weights every worker holds all the time, and which are uploaded without them."""
+    dispatch: tuple[int, ...] = ()
+    """The worker of each slot of a step, again from the start where a step has more; empty: workers in turn."""
 
     @property
     def fused(self) -> Stage:
@@ -58,6 +63,10 @@ class Plan:
     def num_slots(self) -> int:
         """Slots of a round."""
         return len(self.forward) + len(self.backward)
+
+    def worker_of(self, place: int, num_workers: int) -> int | None:
+        """The worker of slot ``place`` of a step, of as many as there are; None: the next in turn."""
+        return self.dispatch[place % len(self.dispatch)] % num_workers if self.dispatch else None
 
     def segments(self, stage: Stage) -> tuple[Stage, ...]:
         """The pieces of a backward stage that are recomputed one at a time, in order of execution."""
@@ -82,6 +91,7 @@ class Plan:
                 "recompute": self.recompute,
                 "keep_bytes_per_token": self.keep_bytes_per_token,
                 "resident": list(self.resident),
+                "dispatch": list(self.dispatch),
                 **about,
             },
             indent=1,
@@ -99,6 +109,8 @@ def _partition_fault(plan: Plan, num_layers: int) -> str | None:
         return f"`keep_bytes_per_token` is {plan.keep_bytes_per_token}; it needs `recompute` layer, and at least 0"
     if any(not 0 <= layer < num_layers for layer in plan.resident):
         return f"`resident` is {list(plan.resident)}; the model has layers 0 to {num_layers - 1}"
+    if any(worker < 0 for worker in plan.dispatch):
+        return f"`dispatch` is {list(plan.dispatch)}; workers have numbers from 0"
     fused = plan.fused
     if fused.last != num_layers - 1:
         return (
@@ -129,6 +141,7 @@ def read_plan(path: Path) -> Plan:
             str(data["recompute"]),
             int(data.get("keep_bytes_per_token", 0)),
             tuple(int(layer) for layer in data.get("resident", [])),
+            tuple(int(worker) for worker in data.get("dispatch", [])),
         )
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such plan file (recipe key engine.plan)") from error
@@ -138,8 +151,11 @@ def read_plan(path: Path) -> Plan:
         raise UserError(f"{path}: not a plan file ({type(error).__name__}: {error})") from error
 
 
-def read_made_for(path: Path) -> dict[str, Any]:
-    """What a plan file says of the model that it was made for; empty where it says nothing, as those by hand."""
+def read_about(path: Path) -> dict[str, Any]:
+    """What a plan file says beside the plan, as ``to_json`` was told; those by hand say nothing.
+
+    UserError naming the file where it is not a plan file.
+    """
+    read_plan(path)
     data = json.loads(path.read_text(encoding="utf-8"))
-    said = data.get("made_for")
-    return said if isinstance(said, dict) else {}
+    return {key: value for key, value in data.items() if isinstance(value, _KINDS.get(key, object))}

@@ -78,11 +78,15 @@ class Pool:
         self.input_up, self.output_down, self.slot_seconds = input_up, output_down, slot_seconds
         self.workers_per_switch, self.switch_share = workers_per_switch, switch_share
         self.switch_up, self.switch_down = np.zeros((2, -(-num_workers // workers_per_switch), num_plans))
+        self.plans = np.arange(num_plans)
 
-    def slot(self, w: int, arrivals: np.ndarray, work: SlotWork) -> SlotTimes:
-        """Plays a slot on worker ``w`` whose microbatches arrive at ``arrivals``, (microbatches, plans)."""
-        start = np.maximum(self.weights_up[w], self.ends[0, w])
-        start = self._through(self.switch_up, w, start, work.upload)
+    def slot(self, worker: int | np.ndarray, arrivals: np.ndarray, work: SlotWork) -> SlotTimes:
+        """Plays a slot whose microbatches arrive at ``arrivals``, (microbatches, plans), on one worker for all
+        plans, or on one for each.
+        """
+        w = worker if isinstance(worker, int) else (worker, self.plans)
+        start = np.maximum(self.weights_up[w], self.ends[0][w])
+        start = self._through(self.switch_up, worker, start, work.upload)
         uploaded = self.weights_up[w] = np.maximum(start + work.upload, work.written)
         inputs = serve(arrivals, self.inputs_up[w], 0.0, self.input_up) if self.input_up else arrivals
         # A hidden state a layer is carried while the neighbouring layers compute: what is slower sets the pace.
@@ -94,18 +98,21 @@ class Pool:
             delivered = serve(computed, self.outputs_down[w], work.kept_down, self.output_down)
             self.outputs_down[w] = delivered[-1]
         end = computed[-1] + self.slot_seconds
-        self.ends[0, w], self.ends[1, w] = self.ends[1, w], end
+        self.ends[0][w], self.ends[1][w] = self.ends[1][w], end
         rounded = np.maximum(end, self.gradients_down[w])  # rounding waits for the buffer
-        landed = self._through(self.switch_down, w, rounded, work.gradients_down) + work.gradients_down
+        landed = self._through(self.switch_down, worker, rounded, work.gradients_down) + work.gradients_down
         self.compute[w] = np.where(work.backward, rounded, end)
         self.gradients_down[w] = np.where(work.backward, landed, self.gradients_down[w])
         return SlotTimes(uploaded, computed, delivered, landed)
 
-    def _through(self, switch: np.ndarray, w: int, start: np.ndarray, seconds: Any) -> np.ndarray:
-        """When a transfer of ``seconds`` that worker ``w`` could start at ``start`` finds its switch free."""
+    def _through(
+        self, switch: np.ndarray, worker: int | np.ndarray, start: np.ndarray, seconds: Any
+    ) -> np.ndarray:
+        """When a transfer of ``seconds`` that ``worker`` could start at ``start`` finds its switch free."""
         if not self.switch_share:
             return start
-        number = w // self.workers_per_switch
+        its = worker // self.workers_per_switch
+        number = its if isinstance(its, int) else (its, self.plans)
         start = np.where(seconds, np.maximum(start, switch[number]), start)
         switch[number] = np.maximum(switch[number], start + seconds * self.switch_share)
         return start

@@ -62,6 +62,8 @@ class Profile:
     """Parameters that the optimizer updates."""
     slowdown: float = 1.0
     """How many times as long a layer takes while all workers compute: of the CPU pool, which shares cores."""
+    speeds: tuple[float, ...] = ()
+    """Of each GPU, over the first's, where they are not all of one kind."""
     host_memory: float | None = None
     """Read and written together; None where it was not measured."""
     lengths: tuple[OtherLength, ...] = ()
@@ -143,6 +145,7 @@ def read_profile(path: Path) -> Profile:
             tuple((float(up), float(down)) for up, down in data.pop(key)) for key in ("links", "links_together")
         )
         profile = Profile(
+            speeds=tuple(float(speed) for speed in data.pop("speeds")),
             kinds=kinds,
             lengths=lengths,
             links=links,

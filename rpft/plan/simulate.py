@@ -6,14 +6,14 @@ slots gives every time. Times are arrays: a search plays hundreds of plans side 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from rpft.plan.costs import LayerLoad
 from rpft.plan.plan import Plan
-from rpft.plan.pool import Pool, SlotWork
+from rpft.plan.pool import Pool, SlotTimes, SlotWork
 
 UPDATE_BYTES = 26
 """Of memory traffic for a parameter's update."""
@@ -78,8 +78,18 @@ class StepShape:
     speeds: Sequence[float] | None = None
     """Of each worker, where they differ: how many times as fast as the loads say."""
 
+    @property
+    def mixed(self) -> bool:
+        """Whether workers differ in speed."""
+        return self.speeds is not None and len(set(self.speeds)) > 1
 
-class _Run:
+
+PlayOn = Callable[[Pool, "int | np.ndarray"], SlotTimes]
+Choose = Callable[[Pool, PlayOn], int]
+"""Takes the pool and what plays the next slot on a worker of it; gives the worker."""
+
+
+class Run:
     """Steps of several plans, side by side: a column for each. They agree in all but their stages."""
 
     def __init__(self, plans: Sequence[Plan], shape: StepShape, rates: Rates) -> None:
@@ -95,6 +105,8 @@ class _Run:
         self.update_sizes = np.array([load.num_trained for load in shape.loads], float)
         self._read_stages(plans)
         self._price(plans)
+        self.dispatch = [plan.dispatch for plan in plans] if any(plan.dispatch for plan in plans) else None
+        self.even_shares = self.dispatch is None and not shape.mixed
         self.optimizer = np.zeros(len(plans))
         self.late = np.zeros((len(shape.loads), len(plans)))
         """When the weights are written that the next step but one reads, (layer, column): of late updates."""
@@ -161,15 +173,18 @@ class _Run:
         again = num_workers // np.gcd(num_workers, self.per_step)
         steps = np.minimum(again, np.ceil(_TURNS_TIMED * num_workers / self.per_step).astype(int))
         begun = _STEPS_WARM + np.ceil(_TURNS_WARM * num_workers / self.per_step).astype(int)
+        if not self.even_shares:  # some workers run ahead, until updates hold them
+            begun, steps = begun + _TURNS_TIMED, np.full(count, _TURNS_TIMED)
         columns = np.arange(count)
         times = self.play(int((begun + steps).max()))
         return (times[begun + steps - 1, columns] - times[begun - 1, columns]) / steps
 
-    def play(self, steps: int) -> np.ndarray:
+    def play(self, steps: int, choose: Choose | None = None) -> np.ndarray:
         """When each of the first ``steps`` steps is over, (steps, columns).
 
         For exact updates that is when its last gradient lands; for late ones, where steps overlap, the mean of the
-        times to which the workers have work then.
+        times to which the workers have work then, if they have even shares. ``choose``: says which worker gets a
+        slot, in the place of the plans.
         """
         shape, rates, count = self.shape, self.rates, len(self.num_slots)
         pool = Pool(
@@ -189,21 +204,40 @@ class _Run:
         for number in range(steps * int(self.per_step.max())):
             slot = number % self.num_slots
             work = SlotWork(*(self.work[:, slot[0]] if alike else self.work[:, slot, columns]))
-            worker = number % shape.num_workers
-            if shape.speeds is not None:
-                speed = shape.speeds[worker]
-                work = work._replace(compute=work.compute / speed, recompute=work.recompute / speed)
             arrivals = np.where(slot == 0, 0.0, delivered + shape.hop)  # a new round waits for no hidden state
-            played = pool.slot(worker, arrivals, work)
+
+            def play_on(pool: Pool, worker: int | np.ndarray, arrivals=arrivals, work=work) -> SlotTimes:
+                return pool.slot(worker, arrivals, self._on(worker, work))
+
+            worker = self._worker_of(number) if choose is None else choose(pool, play_on)
+            played = play_on(pool, worker)
             delivered = played.delivered
             latest = np.maximum(latest, np.where(work.backward, played.landed, 0.0))
             if number + 1 in step_ends:
                 step, over = np.divmod(number + 1, self.per_step)
                 done = (over == 0) & (step <= steps)
-                moments = pool.compute.mean(axis=0) if shape.delayed else latest
+                moments = pool.compute.mean(axis=0) if shape.delayed and self.even_shares else latest
                 times[step[done] - 1, columns[done]] = moments[done]
                 self._update(done, latest)
         return times
+
+    def _worker_of(self, number: int) -> int | np.ndarray:
+        """The worker of a slot, or where plans say it for themselves one for each."""
+        in_turn = number % self.shape.num_workers
+        if self.dispatch is None:
+            return in_turn
+        places = (number % self.per_step).tolist()
+        given = zip(self.dispatch, places, strict=True)
+        return np.array(
+            [some[place % len(some)] % self.shape.num_workers if some else in_turn for some, place in given]
+        )
+
+    def _on(self, worker: int | np.ndarray, work: SlotWork) -> SlotWork:
+        """``work`` at the speed of ``worker``."""
+        if self.shape.speeds is None:
+            return work
+        speed = np.asarray(self.shape.speeds)[worker]
+        return work._replace(compute=work.compute / speed, recompute=work.recompute / speed)
 
     def _update(self, done: np.ndarray, end: np.ndarray) -> None:
         """The optimizer's work after a step, for the next or the one after, of the plans that ``done`` marks."""
@@ -250,7 +284,7 @@ def steps_seconds(plans: Sequence[Plan], shape: StepShape, rates: Rates) -> np.n
         most = 1.25 * plans[order[start]].num_slots  # plans with fewer slots idle beside those with more
         group = order[start : start + _FEW_AT_ONCE]
         group += [i for i in order[start + _FEW_AT_ONCE : start + _MOST_AT_ONCE] if plans[i].num_slots <= most]
-        result[group] = _Run([plans[i] for i in group], shape, rates).step_seconds()
+        result[group] = Run([plans[i] for i in group], shape, rates).step_seconds()
         start += len(group)
     return result
 

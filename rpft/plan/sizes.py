@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,3 +63,41 @@ def worker_sizes(
         kept_bytes=plan.keep_bytes_per_token * max_tokens,
         resident_bytes=sum(layouts[layer].frozen_bytes for layer in plan.resident),
     )
+
+
+def boundary_buffers(plan: Plan, first_trained: int) -> int:
+    """Host buffers for hidden states and their gradients, as many as a round needs at once.
+
+    What the controller does with the microbatches of a slot, one after the other, it does here with one of them:
+    those that had their turn hold what is left after it, the others what was there before.
+    """
+    fused, backward = plan.fused, [stage for stage in plan.backward if stage.last >= first_trained]
+    segments = {stage: [stage] if stage == fused else list(plan.segments(stage)) for stage in backward}
+    for stage in segments:
+        segments[stage] = [s for s in segments[stage] if s.last >= first_trained]
+    later = Counter(segment.first for stage in backward[1:] for segment in segments[stage])
+    starts = {stage.first for stage in plan.forward} | {fused.first}
+    left: dict[int, int] = {}
+    """Layer to the readings of its input that are to come."""
+    live = most = 0
+
+    def slot(read: Sequence[int], ends: int, begins: int) -> None:
+        nonlocal live, most
+        before, peak = live, live
+        for layer in read:
+            left[layer] -= 1
+            live -= left[layer] == 0
+        live += begins - ends
+        peak = max(peak, live)
+        most = max(most, (plan.num_microbatches - 1) * max(before, live) + peak)
+
+    for stage in plan.forward:
+        written = [n for n in range(stage.first + 1, stage.last + 2) if later[n] or n in starts]
+        left.update({layer: later[layer] + (layer in starts) for layer in written})
+        slot([stage.first] if stage.first > 0 else [], 0, len(written))
+    gradient = 0
+    for stage in backward:
+        passes_on = int(stage.first > first_trained)
+        slot([s.first for s in segments[stage] if s.first > 0], gradient, passes_on)
+        gradient = passes_on
+    return most

@@ -238,11 +238,13 @@ class Train(Section):
         le=1,
         description="Share of the steps in the final decay of wsd. Not read by the others.",
     )
-    micro_batch_size: int = Field(
+    micro_batch_size: Annotated[
+        Annotated[int, Field(ge=1)] | Literal["auto"], Expected("a whole number >= 1, or auto")
+    ] = Field(
         default=1,
-        ge=1,
         description="Rows (or packs) of one microbatch. Larger: fewer, better filled kernels and more "
-        "activation memory on the device.",
+        "activation memory on the device. auto: the planner divides the rows of a step, then "
+        "gradient_accumulation_steps in all, so that a step is fastest; that changes results by rounding only.",
     )
     gradient_accumulation_steps: int = Field(
         default=8,
@@ -283,6 +285,11 @@ class Train(Section):
         description="true: go on from the newest checkpoint in output_dir, an error if there is none. "
         "A path: go on from that checkpoint.",
     )
+
+    @property
+    def microbatch_rows(self) -> int:
+        """``micro_batch_size``; 1 where the planner has yet to choose it."""
+        return 1 if self.micro_batch_size == "auto" else self.micro_batch_size
 
 
 _Rate = Annotated[float, Field(ge=0, lt=1)]

@@ -21,7 +21,7 @@ from rpft.model.verify import verify_packing
 from rpft.plan.bill import ModelShape, Workload
 from rpft.plan.choose import model_shape
 from rpft.plan.partition import choose_num_microbatches
-from rpft.plan.plan import Plan, read_made_for, read_plan
+from rpft.plan.plan import Plan, read_about, read_plan
 from rpft.plan.profile import LayerProfile
 from rpft.recipe.schema import Recipe
 from rpft.train.kernels import KernelChoice, choose_gradient_dtype
@@ -51,6 +51,8 @@ class Job:
     """Of a round."""
     gradient_dtype: torch.dtype
     """Of the host gradients."""
+    open_rows: bool
+    """Whether the planner chooses the rows of a microbatch; until then it has one."""
 
     @property
     def delayed(self) -> bool:
@@ -67,7 +69,12 @@ class Job:
     @property
     def rows(self) -> int:
         """Lines of a microbatch."""
-        return self.recipe.train.micro_batch_size
+        return self.recipe.train.microbatch_rows
+
+    @property
+    def max_tokens(self) -> int:
+        """Of the largest microbatch, padding included."""
+        return self.rows * self.data.longest
 
     @property
     def rounds(self) -> int:
@@ -83,7 +90,7 @@ class Job:
         """What decides the memory of this run."""
         return Workload(
             self.shape,
-            self.rows * self.data.longest,
+            self.max_tokens,
             self.recipe.train.gradient_accumulation_steps,
             self.delayed,
             self.kernels.kind,
@@ -112,7 +119,9 @@ class Job:
         base = Job(**self.parts())
         if (recipe.model, recipe.adapter) != (self.recipe.model, self.recipe.adapter):
             base = replace(base, **_model_parts(recipe, self.config, self.checkpoint))
-        data = self.data if longest is None else replace(self.data, pad_lengths=[longest])
+        data = replace(self.data, micro_batch_size=recipe.train.microbatch_rows)
+        if longest is not None:
+            data = replace(data, pad_lengths=[longest])
         num_microbatches, gradient_dtype = _rounds(recipe, None, base.dtype)
         return replace(
             base,
@@ -123,9 +132,43 @@ class Job:
             gradient_dtype=gradient_dtype,
         )
 
+    def with_rows(self, rows: int) -> Job:
+        """This job with a step's rows in microbatches of ``rows``; UserError where that contradicts its rounds."""
+        job = self.with_recipe(divide_rows(self.recipe, rows))
+        accumulation, in_round = job.recipe.train.gradient_accumulation_steps, job.num_microbatches
+        if accumulation % in_round:
+            raise UserError(f"rounds of {in_round} microbatches do not divide {accumulation}")
+        return job
+
+    def with_rounds(self, num_microbatches: int) -> Job:
+        """This job with so many microbatches a round; UserError where host gradients cannot be as it says."""
+        train, settings = self.recipe.train, self.recipe.engine
+        gradient_dtype = choose_gradient_dtype(
+            settings.host_gradients,
+            self.dtype,
+            num_microbatches,
+            train.gradient_accumulation_steps,
+            "a round has",
+        )
+        return replace(Job(**self.parts()), num_microbatches=num_microbatches, gradient_dtype=gradient_dtype)
+
+
+def divide_rows(recipe: Recipe, rows: int) -> Recipe:
+    """``recipe`` with as many rows a step as before, in microbatches of ``rows``, which must divide them."""
+    train = recipe.train
+    in_step = train.microbatch_rows * train.gradient_accumulation_steps
+    assert in_step % rows == 0
+    divided = {"micro_batch_size": rows, "gradient_accumulation_steps": in_step // rows}
+    return recipe.model_copy(update={"train": train.model_copy(update=divided)})
+
 
 def read_job(recipe: Recipe, kernels: KernelChoice) -> Job:
     """Reads config, tokenizer and data and builds the skeleton; UserError where the recipe asks for too much."""
+    open_rows = recipe.train.micro_batch_size == "auto"
+    if open_rows:
+        said = 1 if recipe.engine.plan is None else read_about(Path(recipe.engine.plan)).get("micro_batch_size", 1)
+        in_step = recipe.train.gradient_accumulation_steps
+        recipe = divide_rows(recipe, said if in_step % said == 0 else 1)
     folder = resolve_checkpoint(recipe.model.path, recipe.model.revision)
     config = read_config(folder)
     checkpoint = Checkpoint(folder)
@@ -148,6 +191,7 @@ def read_job(recipe: Recipe, kernels: KernelChoice) -> Job:
         given=given,
         num_microbatches=num_microbatches,
         gradient_dtype=gradient_dtype,
+        open_rows=open_rows,
         **parts,
     )
 
@@ -196,7 +240,7 @@ def _given_plan(recipe: Recipe, skeleton: Skeleton, num_layers: int) -> Plan | N
     if path is None:
         return None
     plan, settings = read_plan(Path(path)), recipe.engine
-    now, then = made_for(skeleton), read_made_for(Path(path))
+    now, then = made_for(skeleton), read_about(Path(path)).get("made_for", {})
     differences = [f"{key} {then[key]}, not {now[key]}" for key in now if key in then and then[key] != now[key]]
     if differences:
         raise UserError(
@@ -225,6 +269,8 @@ def _rounds(recipe: Recipe, given: Plan | None, dtype: torch.dtype) -> tuple[int
         size, reason = given.num_microbatches, f"num_microbatches of engine.plan {settings.plan} is"
     elif settings.num_microbatches is not None:
         size, reason = settings.num_microbatches, "engine.num_microbatches is"
+    elif settings.host_gradients == "bfloat16":
+        size, reason = accumulation, ""
     else:
-        size, reason = choose_num_microbatches(accumulation), "for engine.num_microbatches the planner chose"
+        size, reason = choose_num_microbatches(accumulation), ""
     return size, choose_gradient_dtype(settings.host_gradients, dtype, size, accumulation, reason)

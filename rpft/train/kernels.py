@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import sysconfig
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -12,6 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from rpft.errors import UserError
+from rpft.host import CXX_NAMES, find_compiler
 from rpft.model.graphs import KernelKind
 from rpft.recipe.checks import several_rounds
 
@@ -45,13 +45,13 @@ def choose_kernels(setting: Literal["auto", "eager", "trace", "compile"], device
 
 def _missing_for_compilation(device_type: str) -> str | None:
     if device_type == "cpu":
-        names, variable, language = ["g++", "clang++"], "CXX", "C++"
+        names, variable, language = CXX_NAMES, "CXX", "C++"
     else:
-        names, variable, language = ["gcc", "clang"], "CC", "C"
+        names, variable, language = ("gcc", "clang"), "CC", "C"
         if importlib.util.find_spec("triton") is None:
             return "Triton is not installed: pip install triton, in the version that this torch asks for"
-    own = os.environ.get(variable)
-    if not any(shutil.which(name) for name in ([own] if own else names)):
+    if find_compiler(variable, names) is None:
+        own = os.environ.get(variable)
         looked = f"${variable}, {own}, is not one" if own else f"install {names[0]} or set ${variable}"
         return f"no {language} compiler is found: {looked}"
     if not (_include_folder() / "Python.h").is_file():

@@ -34,6 +34,7 @@ from rpft.train.machinery import Machinery
 from rpft.train.metrics import EvalRecord, MetricsFile, PlanRecord, RewindRecord
 from rpft.train.planning import what_is_smaller
 from rpft.train.prepare import Prepared
+from rpft.train.refine import FirstSteps
 from rpft.train.reporter import Reporter
 from rpft.train.resume import about_run, checkpoint_folder, result_folder, run_identity
 from rpft.train.save_log import SaveLog
@@ -109,6 +110,7 @@ class Trainer:
             before_commit=self._metrics.sync,
         )
         self._begin_at(self._state.step)
+        self._first_steps = FirstSteps(self._prepared, self._state.step + 1, self._num_steps)
         self._machinery = Machinery(self._prepared, self._store, self._saver, self._failure, self._state)
         with self._interrupts.caught():
             try:
@@ -168,16 +170,20 @@ class Trainer:
             self._evaluate(0)
         self._at_boundary(self._submitted)
         for step in range(self._submitted + 1, self._num_steps + 1):
-            flight = Flight(step, self._data.step(step))
+            flight, machinery = Flight(step, self._data.step(step)), self._machinery
             if step in self._state.passed_over:
                 self._finish_in_flight()
-                self._note(flight, self._machinery.optimizer.pass_over(step))
+                self._note(flight, machinery.optimizer.pass_over(step))
             else:
-                self._machinery.engine.submit_step(step, flight.host_batches())
+                self._first_steps.before(step, [*machinery.engine.streams, machinery.optimizer.stream])
+                machinery.engine.submit_step(step, flight.host_batches())
                 self._finish_in_flight()
                 self._in_flight = flight
             self._submitted = step
             self._at_boundary(step)
+            better = self._first_steps.after(step - 1)
+            if better is not None:
+                self._change_plan(better)
         self._rest()
         if self._eval_batches and not self._metrics.has_evaluation(self._num_steps):
             self._evaluate(self._num_steps)
@@ -190,13 +196,12 @@ class Trainer:
         done, before = self._machinery.optimizer.last_step, self._prepared
         if self._in_flight is not None and self._in_flight.step > done:
             self._in_flight = None
-        self._submitted, self._settled = done, False
-        self._prepared = now = self._machinery.prepared
+        self._submitted = done
+        self._first_steps.forget()
+        now = self._machinery.prepared
+        self._go_on_with(now)
         self._data = now.data
         self._eval_batches = self._evaluation_batches()
-        self._state = replace(self._state, about={**self._state.about, "plan": now.plan.to_json()})
-        with suppress(OSError):  # metrics.jsonl has the plan too
-            now.write_plan_file()
         said = str(error).splitlines()[0]
         plan = {**json.loads(now.plan.to_json()), "micro_batch_size": now.rows}
         self._metrics.append(PlanRecord(done, said, plan))
@@ -205,6 +210,28 @@ class Trainer:
             f" {what_is_smaller(before, now)}; engine.vram_limit below {gib(before.bill.device)} plans so from the"
             " start"
         )
+
+    def _go_on_with(self, now: Prepared) -> None:
+        """Notes the plan of ``now`` as the run's, from the next step on."""
+        self._settled = False
+        self._prepared = now
+        self._state = replace(self._state, about={**self._state.about, "plan": now.plan.to_json()})
+        with suppress(OSError):  # metrics.jsonl and checkpoints have the plan too
+            now.write_plan_file()
+
+    def _change_plan(self, now: Prepared) -> None:
+        """Goes on with the plan of ``now`` behind the step in flight; no number depends on it."""
+        before = replace(now, plan=self._prepared.plan).full_step_seconds()
+        share = 100 * (1 - now.full_step_seconds() / before)
+        self._finish_in_flight()
+        self._machinery.change_plan(now)
+        self._go_on_with(now)
+        self._reporter.say(
+            f"step {self._state.step}: by the times of the first steps another plan is {share:.0f}% faster: the"
+            f" run goes on with it: forward {' '.join(map(str, now.plan.forward)) or '-'}; backward"
+            f" {' '.join(map(str, now.plan.backward))}; recompute by {now.plan.recompute} (no number changes)"
+        )
+        self._mark = time.monotonic()
 
     def _at_boundary(self, step: int) -> None:
         """What is due between ``step``, which is in flight, and the next, unless it was done."""
@@ -308,6 +335,7 @@ class Trainer:
         self._metrics.append(RewindRecord(state.step, before.step, state.passed_over))
         self._guard.begin(self._metrics.losses())
         self._begin_at(state.step)
+        self._first_steps.forget()
         self._settled = False
         self._reporter.say(f"{spike}: back to {checkpoint}, and these steps will be passed over")
 

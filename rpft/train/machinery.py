@@ -80,7 +80,7 @@ class Machinery:
             prepared.plan,
             prepared.devices,
             functions=prepared.functions,
-            max_tokens=prepared.rows * prepared.data.longest,
+            max_tokens=prepared.max_tokens,
             seed=prepared.recipe.train.seed,
             update_lag=1 if delayed else 0,
             send_update=self.optimizer.submit,
@@ -128,6 +128,14 @@ class Machinery:
             f"{error}. Every smaller plan was tried. Less memory is needed with a smaller data.max_seq_len, with"
             " an adapter, or when nothing else uses the device"
         ) from error
+
+    def change_plan(self, prepared: Prepared) -> None:
+        """Goes on with another plan, behind the last update. Nothing may be under way."""
+        self._end()
+        self._let_go(None)
+        self.prepared = prepared
+        self.optimizer.restart()
+        self.start()
 
     def go_back(self, read: Callable[[], TrainState], reason: Exception) -> TrainState:
         """Drops what is under way and has ``read`` fill the store; ``start`` goes on behind what that gives."""

@@ -141,6 +141,7 @@ class Workbench:
                 meters = [self._meter(each, sequence) for each in self.functions]
                 slowdown = measure_slowdown(meters, kinds[1][0])
             del meter
+            speeds = self._speeds(sequence, kinds[1][0], measured[1])
         others = []
         for other in self._other_lengths() if lengths else ():
             say(f"and with {job.rows} x {other} tokens")
@@ -158,6 +159,7 @@ class Workbench:
             links_together=together,
             updates=measured_rate(self.one_pass),
             slowdown=slowdown,
+            speeds=speeds,
             host_memory=measure_host_memory() if thorough else None,
             lengths=tuple(others),
             checks=checks,
@@ -174,6 +176,18 @@ class Workbench:
             dropout=job.has_dropout,
             row_tokens=self._row_tokens,
         )
+
+    def _speeds(self, sequence: int, block: int, measured: LayerProfile) -> tuple[float, ...]:
+        """Of each GPU, over the first's, by the time that a block takes; empty where all are of one kind."""
+        names = self._machine()["workers"]
+        if len(set(names)) == 1:
+            return ()
+        found = {names[0]: measured}
+        for name, functions in zip(names, self.functions, strict=True):
+            if name not in found:
+                found[name] = self._meter(functions, sequence).measure(block)
+        times = {name: profile.forward_seconds + profile.backward_seconds for name, profile in found.items()}
+        return tuple(times[names[0]] / times[name] for name in names)
 
     def _kind(self, layers: tuple[int, ...], measured: LayerProfile) -> KindProfile:
         first, last = layers[0], len(self.job.layouts) - 1
@@ -263,5 +277,6 @@ def _processor() -> str:
 def _code_mark() -> str:
     """A digest of the code that runs the layers, the optimizer and the measurement."""
     package = Path(rpft.__file__).parent
-    folders = [sorted((package / name).glob("*.py")) for name in ("model", "optim")]
-    return digest([*folders[0], *folders[1], package / "plan" / "profile.py"])
+    folders = [sorted((package / name).iterdir()) for name in ("model", "optim")]
+    sources = [path for path in (*folders[0], *folders[1]) if path.suffix in (".py", ".cpp")]
+    return digest([*sources, package / "plan" / "profile.py"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from rpft.plan.simulate import ASSUMED_RATES, Rates, StepShape, step_seconds
 from rpft.plan.smaller import smaller_plan
 from rpft.recipe.schema import Recipe
 from rpft.train.checkpoint import checkpoint_bytes
+from rpft.train.dividing import plan_rounds, plan_rows
 from rpft.train.job import Job, made_for, read_job
 from rpft.train.kernels import KernelChoice
 from rpft.train.room import most_checkpoints
@@ -40,6 +41,8 @@ _ENDLESS = 1 << 60
 
 _WORTH_SAYING = 0.005
 """Share of a step that more memory must save to be called a limit."""
+
+_DISK = "disk_bytes"
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ class Planned(Job):
     """What each layer takes at the longest line, measured or from a datasheet; None where nothing is known."""
     plan: Plan
     bill: Bill
+    choices: tuple[str, ...] = field(kw_only=True, default=())
+    """What the planner chose of the division of a step, for people, with what it would else have been."""
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -126,20 +131,38 @@ class Planned(Job):
     def fits(self) -> bool:
         return not self.short_of
 
+    @property
+    def memory_short(self) -> float:
+        """The largest share by which RAM or VRAM is exceeded; 0 where both do."""
+        memory, limits = self.memory, self.limits
+        return max(
+            0.0, *(memory[n] / limit - 1 for n, limit in limits.items() if limit is not None and n != _DISK)
+        )
+
     def prediction(self) -> Prediction | None:
         """What a step should take with lines as long as the data's are on average; None where nothing is known."""
         if self.profiles is None:
             return None
+        plan, shape, tokens = self._mean_step_to_play(self.profiles)
+        return predict(plan, shape, self.target.rates, tokens)
+
+    def mean_step_seconds(self) -> float:
+        """The seconds of ``prediction``, by which divisions of a step are held; 0 where nothing is known."""
+        if self.profiles is None:
+            return 0.0
+        plan, shape, _ = self._mean_step_to_play(self.profiles)
+        return step_seconds(plan, shape, self.target.rates)
+
+    def _mean_step_to_play(self, profiles: Sequence[LayerProfile]) -> tuple[Plan, StepShape, float]:
+        """(Plan, shape, tokens without padding) of a step with lines as long as the data's are on average."""
         padded, tokens = self.mean_step()
-        share = padded / (self.rows * self.data.longest)
         if self.profile is not None:
             profiles = self.profile.at(padded / self.rows)
         else:
-            profiles = [scaled(profile, share) for profile in self.profiles]
-        shape = self._step_shape(profiles, round(padded))
+            profiles = [scaled(profile, padded / self.max_tokens) for profile in profiles]
         # A plan that was given may hold more microbatches than a round has.
         in_round = -(-self.recipe.train.gradient_accumulation_steps // self.rounds)
-        return predict(replace(self.plan, num_microbatches=in_round), shape, self.target.rates, tokens)
+        return replace(self.plan, num_microbatches=in_round), self._step_shape(profiles, round(padded)), tokens
 
     def full_prediction(self) -> Prediction | None:
         """``prediction``, with what memory costs: that takes another search for a plan."""
@@ -161,19 +184,27 @@ class Planned(Job):
     def full_step_seconds(self) -> float:
         """What a step should take whose lines are all as long as the longest; what plans are compared by."""
         assert self.profiles is not None
-        shape = self._step_shape(self.profiles, self.rows * self.data.longest)
+        shape = self._step_shape(self.profiles, self.max_tokens)
         return step_seconds(self.plan, shape, self.target.rates)
+
+    def seconds_in_rounds(self, num_microbatches: int) -> float:
+        """``full_step_seconds`` with the same stages and rounds of another length."""
+        assert self.profiles is not None
+        job = self.with_rounds(num_microbatches)
+        shape = replace(self._step_shape(self.profiles, self.max_tokens), rounds=job.rounds)
+        return step_seconds(replace(self.plan, num_microbatches=num_microbatches), shape, self.target.rates)
 
     def _step_shape(self, profiles: Sequence[LayerProfile], max_tokens: int) -> StepShape:
         """What the simulator is told of a step whose microbatches have ``max_tokens``, padding included."""
         target = self.target
         work = replace(target.workload(self, profiles), max_tokens=max_tokens)
-        costs = measured_costs(profiles, self.plan.keep_bytes_per_token)
+        costs = measured_costs(profiles, self.plan.keep_bytes_per_token, self.plan.recompute)
         return step_shape(self.layouts, work, costs, target.num_workers, self.rounds, target.speeds)
 
     def about(self, prediction: Prediction | None) -> dict[str, Any]:
         """What a plan file says beside the plan."""
         return {
+            "micro_batch_size": self.rows,
             "rounds": self.rounds,
             "predicted": prediction and prediction.as_dict(),
             "memory": self.memory,
@@ -191,7 +222,18 @@ class Planned(Job):
 def plan_job(
     job: Job, target: Target, profiles: Sequence[LayerProfile] | None, profile: Profile | None = None
 ) -> Planned:
-    """Chooses the plan, unless one is given, and makes its bill; whether that fits is not asked here."""
+    """Chooses the plan, unless one is given, and the rounds, where the recipe does not say; and makes its bill.
+
+    No number depends on the rounds: those are tried that leave the host gradients as precise as they are, and the
+    others only where none of these fits. Whether the outcome fits is not asked here.
+    """
+    return plan_rounds(job, lambda job: plan_in_rounds(job, target, profiles, profile))
+
+
+def plan_in_rounds(
+    job: Job, target: Target, profiles: Sequence[LayerProfile] | None, profile: Profile | None
+) -> Planned:
+    """The plan for the rounds of ``job``, chosen unless one is given."""
     work = target.workload(job, profiles)
     plan = job.given or choose_plan(
         job.layouts,
@@ -290,8 +332,6 @@ def plan_for_machine(recipe: Recipe, machine: Machine, name: str) -> Planned:
     job = read_job(recipe, KernelChoice(kernels))
     wanted = recipe.engine.workers
     machine = machine if wanted is None else machine.with_workers(wanted)
-    work = job.workload(None)
-    profiles = datasheet_profiles(machine, job.layouts, job.skeleton, work, job.data.longest)
     speeds = machine.speeds
     target = Target(
         name=name,
@@ -302,7 +342,13 @@ def plan_for_machine(recipe: Recipe, machine: Machine, name: str) -> Planned:
         rates=machine.rates,
         speeds=None if speeds is None else tuple(speeds),
     )
-    return plan_job(job, target, profiles)
+
+    def plan(job: Job) -> Planned:
+        work = job.workload(None)
+        profiles = datasheet_profiles(machine, job.layouts, job.skeleton, work, job.data.longest)
+        return plan_job(job, target, profiles)
+
+    return plan_rows(job, plan)
 
 
 def scaled(profile: LayerProfile, share: float) -> LayerProfile:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from rpft.engine.device import Device, make_pool
 from rpft.errors import UserError
@@ -12,16 +12,17 @@ from rpft.model.functions import LayerFunctions
 from rpft.model.packed_attention import adopt
 from rpft.optim.one_pass import FusedPass, OnePass
 from rpft.optim.one_pass import prepare as prepare_one_pass
-from rpft.plan.bill import available_host_bytes, refuse_unless_fits
+from rpft.plan.bill import available_host_bytes
 from rpft.plan.profile_file import Profile
 from rpft.plan.simulate import ASSUMED_RATES
 from rpft.recipe.schema import Engine, Recipe
-from rpft.train.job import read_job
+from rpft.train.dividing import plan_rows
+from rpft.train.job import Job, read_job
 from rpft.train.kernels import choose_kernels
 from rpft.train.measuring import Say, Workbench
 from rpft.train.planning import Planned, Target, plan_job
 from rpft.train.room import room_bytes
-from rpft.train.tries import advice
+from rpft.train.tries import refuse_unless_fits
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +41,10 @@ class Prepared(Planned):
 def prepare(recipe: Recipe, say: Say = lambda line: None) -> Prepared:
     """Reads config, tokenizer and data, builds skeleton and plan, checks memory; UserError where it fails."""
     bench = set_up(recipe)
-    # Compiled layers are worth a plan of their own; without graphs, shapes of weights give one at once.
-    profile = bench.find_profile(say, needed=bench.job.kernels.graphs and bench.on_cuda)
-    prepared = plan_here(bench, profile)
-    target = prepared.target
-    refuse_unless_fits(prepared.bill, target.ram_bytes, target.vram_bytes, partial(advice, prepared))
+    # Compiled layers are worth a plan of their own, and so is a choice of rows; else shapes give one at once.
+    needed = bench.job.open_rows or (bench.job.kernels.graphs and bench.on_cuda)
+    prepared = plan_rows_here(bench, lambda bench: bench.find_profile(say, needed=needed))
+    refuse_unless_fits(prepared)
     return prepared
 
 
@@ -67,7 +67,11 @@ def plan_here(bench: Workbench, profile: Profile | None) -> Prepared:
     """Plans for this machine; whether that fits is not asked here."""
     recipe, devices = bench.job.recipe, bench.devices
     sizes = [size for size in (device.memory_bytes() for device in devices) if size is not None]
-    slowdown = 1.0 if profile is None else profile.slowdown
+    speeds = None
+    if profile is not None and profile.slowdown != 1.0:
+        speeds = (1 / profile.slowdown,) * len(devices)
+    elif profile is not None and profile.speeds:
+        speeds = profile.speeds
     target = Target(
         name="this machine",
         num_workers=len(devices),
@@ -75,13 +79,23 @@ def plan_here(bench: Workbench, profile: Profile | None) -> Prepared:
         ram_bytes=recipe.engine.ram_limit or available_host_bytes(),
         disk_bytes=room_bytes(recipe),
         rates=ASSUMED_RATES if profile is None else profile.rates(),
-        speeds=None if slowdown == 1.0 else (1 / slowdown,) * len(devices),
+        speeds=speeds,
         page_locks=bench.on_cuda,
         # torch's fused kernel wants whole masters: it would have to join and split what lies in two halves.
         whole_masters=isinstance(bench.one_pass, FusedPass),
     )
     planned = plan_job(bench.job, target, None if profile is None else profile.layers, profile)
     return Prepared(**vars(planned), devices=devices, functions=bench.functions, one_pass=bench.one_pass)
+
+
+def plan_rows_here(bench: Workbench, find_profile: Callable[[Workbench], Profile | None]) -> Prepared:
+    """As ``plan_here``, and chooses the rows of a microbatch where they are open; each size has a profile."""
+
+    def plan(job: Job) -> Prepared:
+        other = replace(bench, job=job)
+        return plan_here(other, find_profile(other))
+
+    return plan_rows(bench.job, plan)
 
 
 def _pool(settings: Engine) -> list[Device]:

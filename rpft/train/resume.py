@@ -14,6 +14,7 @@ import rpft
 from rpft.errors import UserError
 from rpft.recipe.schema import Recipe
 from rpft.train.checkpoint import CheckpointFolder, check_whole, read_state
+from rpft.train.job import divide_rows
 from rpft.train.metrics import MetricsFile
 
 if TYPE_CHECKING:
@@ -92,6 +93,18 @@ def find_checkpoint(recipe: Recipe, wanted: bool | str) -> Path | None:
             f"output_dir {output_dir} holds {result.name}/, which the result would replace: give another"
         )
     return None
+
+
+def divided_as_before(recipe: Recipe, path: Path) -> Recipe:
+    """``recipe``; where it leaves the rows of a microbatch open, with those of the run of checkpoint ``path``.
+
+    Another choice would change roundings, and the resumed run would not be the unbroken one.
+    """
+    before = read_state(path).run.get("train", {}).get("micro_batch_size")
+    in_step = recipe.train.gradient_accumulation_steps
+    if recipe.train.micro_batch_size != "auto" or not isinstance(before, int) or in_step % before:
+        return recipe
+    return divide_rows(recipe, before)
 
 
 def compare_runs(path: Path, prepared: Prepared, force: bool) -> list[str]:

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rpft import files
-from rpft.errors import UserError
-from rpft.plan.bill import gib
 from rpft.recipe.schema import Recipe
 from rpft.train.resume import checkpoint_folder
-
-if TYPE_CHECKING:
-    from rpft.train.planning import Planned
 
 
 def most_checkpoints(recipe: Recipe, num_steps: int) -> int:
@@ -33,15 +27,3 @@ def room_bytes(recipe: Recipe) -> int:
     folders = checkpoint_folder(recipe).all()
     present = sum(file.stat().st_size for folder in folders for file in folder.iterdir())
     return files.free_bytes(Path(recipe.output_dir)) + present
-
-
-def refuse_without_room(planned: Planned) -> None:
-    """UserError where the disk will not hold what the run writes; checkpoints that are there already count."""
-    result, size, count = planned.bill.result, planned.checkpoint_bytes, planned.num_checkpoints
-    need, free = result + count * size, room_bytes(planned.recipe)
-    if need > free:
-        raise UserError(
-            f"output_dir {planned.recipe.output_dir}: the result takes {gib(result)} and {count} checkpoint(s) of"
-            f" {gib(size)} may be there at once, {gib(need)} in all; {gib(free)} are free on that disk. Make room,"
-            " give another output_dir, keep fewer with checkpoint.keep_last, or set checkpoint.make_room"
-        )

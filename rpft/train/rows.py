@@ -168,7 +168,7 @@ def load_data(recipe: schema.Recipe, folder: Path, few_shapes: bool, positions: 
         items = [tuple(rows[i] for i in pack) for pack in pack_lengths(lengths, spec.max_seq_len)]
     else:
         items = [(index,) for index in taken.tolist()]
-    rows_per_step = settings_train.micro_batch_size * settings_train.gradient_accumulation_steps
+    rows_per_step = settings_train.microbatch_rows * settings_train.gradient_accumulation_steps
     epochs = settings_train.num_epochs or 1
     order = BatchOrder(len(items), rows_per_step, settings_train.seed, epochs, settings_train.max_steps)
     pad_id = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
@@ -181,7 +181,7 @@ def load_data(recipe: schema.Recipe, folder: Path, few_shapes: bool, positions: 
         held_out,
         items,
         order,
-        settings_train.micro_batch_size,
+        settings_train.microbatch_rows,
         pad_id,
         _pad_lengths(lines, few_shapes, positions),
         few_shapes,

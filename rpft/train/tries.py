@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,16 +51,65 @@ def smaller(planned: Planned, count: int = 3) -> list[Tried]:
     return [tried for gain, tried in sorted(found, key=lambda item: -item[0]) if gain > 0][:count]
 
 
-def advice(planned: Planned) -> str:
+def refuse_unless_fits(planned: Planned) -> None:
+    """UserError where RAM, a worker's memory or the disk will not do: the bill, and what would change it most."""
+    if planned.short_of:
+        said = [_WHAT_IS_SHORT[name](planned) for name in planned.short_of]
+        raise UserError(f"{'; '.join(said)}. {_advice(planned)}")
+
+
+def _short_of_ram(planned: Planned) -> str:
+    bill, free = planned.bill, planned.target.ram_bytes
+    return (
+        f"this run needs {gib(bill.host)} of RAM and {gib(free)} are free ({_parts(bill.host_parts)}; if that is"
+        " wrong, set engine.ram_limit)"
+    )
+
+
+def _short_of_vram(planned: Planned) -> str:
+    bill, limit = planned.bill, planned.target.vram_bytes
+    assert limit is not None
+    return (
+        f"this run needs {gib(bill.device)} of memory on each GPU and may take {gib(limit)}"
+        f" ({_parts(bill.device_parts)}; engine.vram_limit raises what it may take)"
+    )
+
+
+def _short_of_disk(planned: Planned) -> str:
+    free, count = planned.target.disk_bytes, planned.num_checkpoints
+    assert free is not None
+    return (
+        f"output_dir {planned.recipe.output_dir}: this run needs {gib(planned.memory['disk_bytes'])} there and"
+        f" {gib(free)} are free on that disk (the result {gib(planned.bill.result)}; {count} checkpoint(s) at once"
+        f" of {gib(planned.checkpoint_bytes)} each; another output_dir may have room)"
+    )
+
+
+_WHAT_IS_SHORT = {"host_bytes": _short_of_ram, "vram_bytes": _short_of_vram, "disk_bytes": _short_of_disk}
+
+
+def _parts(parts: Mapping[str, int]) -> str:
+    return "; ".join(f"{name} {gib(size)}" for name, size in parts.items())
+
+
+def _advice(planned: Planned) -> str:
     """``smaller`` in a sentence, without its full stop."""
     found = []
     for tried in smaller(planned):
         now = tried.planned.memory
-        needs = ", ".join(f"{MEMORY_NAMES[name]} {gib(now[name])}" for name in planned.short_of)
+        needs = ", ".join(
+            f"{MEMORY_NAMES[name]} {gib(now[name])}, {less(planned.memory[name] - now[name])}"
+            for name in planned.short_of
+        )
         found.append(f"{tried.setting} ({needs}{'; fits' if tried.planned.fits else ''})")
     if not found:
         return "None of the settings that were tried needs less"
     return f"Of the settings that were tried alone these need least: {', '.join(found)}"
+
+
+def less(num_bytes: int) -> str:
+    """A difference of memory, for people."""
+    return f"{gib(abs(num_bytes))} {'less' if num_bytes >= 0 else 'more'}"
 
 
 def faster(planned: Planned) -> list[Tried]:

@@ -4,12 +4,14 @@ A failing case replays from its own name: the seed decides the plan, the number 
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from support.engines import plan_of, random_plan, run_engine
 from support.fixtures import remembered
 
+from rpft.engine.worker import Worker
 from rpft.model.adapters import LoraSettings
 
 MICROBATCHES = 5
@@ -64,6 +66,42 @@ def test_any_plan_on_any_workers_with_any_timing_gives_the_same_bits(name, seed,
 @pytest.mark.parametrize("name", RUNS)
 def test_many_more_plans_and_timings_give_the_same_bits(name, seed, expected, checkpoint):
     check_random_run(name, seed, expected, checkpoint)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["llama LoRA with dropout", "qwen3, tied, bf16, delayed", "gpt2 with dropout"])
+def test_any_order_of_workers_gives_the_same_bits(name, seed, expected, checkpoint):
+    rng = random.Random(f"{name} {seed}")
+    workers = rng.choice([2, 3, 4])
+    plan = random_plan(rng, LAYERS, rng.randint(1, MICROBATCHES))
+    slots = rng.choice([1, plan.num_slots, 2 * plan.num_slots + 1])  # shorter or longer than a step has
+    plan = replace(plan, dispatch=tuple(rng.choice(range(workers)) for _ in range(slots)))
+    print(f"{workers} workers, {plan}")
+    family, settings = RUNS[name]
+    outcome = run_engine(
+        checkpoint(family), plan, workers, microbatches=MICROBATCHES, delays_seed=seed, **settings
+    )
+    assert outcome.differences(expected(name)) == []
+
+
+def test_a_plan_gives_slots_to_the_workers_that_it_names(checkpoint, monkeypatch):
+    seen = []
+    enqueue = Worker.enqueue
+
+    def note(self, slot):
+        seen.append((self.device.name, slot.kind.value))
+        enqueue(self, slot)
+
+    monkeypatch.setattr(Worker, "enqueue", note)
+    plan = replace(plan_of([(0, 1), (2, 3)], [(4, 5), (0, 3)], 3, "layer"), dispatch=(1, 1, 0, 2, 7))
+    run_engine(checkpoint("llama"), plan, 3, steps=2, microbatches=5, evaluate_every=1)
+    workers = [int(name.partition(":")[2]) for name, _ in seen]
+    kinds = [kind for _, kind in seen]
+    step = [1, 1, 0, 2, 1, 1, 1, 0]  # two rounds of four slots; there is no worker 7: it counts as 7 mod 3
+    assert workers[:8] == step
+    assert kinds[8:11] == ["forward", "forward", "loss"]
+    begins = kinds.index("forward", kinds.index("loss"))
+    assert step in [workers[i : i + 8] for i in range(begins, len(workers) - 7)]
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])

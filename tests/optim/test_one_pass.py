@@ -274,7 +274,8 @@ def test_other_threads_run_python_in_the_middle_of_a_pass(compiled):
 def test_without_a_compiler_the_fused_kernel_does_it_and_says_so_once(fault, caplog, monkeypatch):
     one_pass._warn_once.cache_clear()
     monkeypatch.setattr(one_pass, "_compiled_once", kernels_module.CompiledKernels)
-    monkeypatch.setattr(kernels_module, "compiler", lambda: None if fault == "none" else ["false"])
+    found = None if fault == "none" else ["false"]
+    monkeypatch.setattr(kernels_module, "find_compiler", lambda variable, names: found)
     with caplog.at_level(logging.WARNING):
         first, second = (prepare(num_threads=1) for _ in range(2))
     assert isinstance(first, FusedPass)

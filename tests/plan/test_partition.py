@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from support.partitions import every_plan
 from support.steps import makespan, random_step, slot_times
 
 from rpft.plan.cases import read_cases
@@ -152,21 +153,6 @@ def test_a_step_of_compute_alone_takes_the_makespan_and_counts_the_recompute_in_
     assert step_seconds(plan, shape, AT_ONCE) == sum(slot_times(plan, costs)) == 3344.0
 
 
-def partitions(layers):
-    if layers == 0:
-        return [()]
-    return [(*some, Stage(cut, layers - 1)) for cut in range(layers) for some in partitions(cut)]
-
-
-def every_plan(num_layers, m, recompute):
-    head = num_layers - 1
-    for first in range(1, head + 1):
-        below = partitions(first)
-        yield from (
-            Plan(up, (Stage(first, head), *reversed(down)), m, recompute) for up in below for down in below
-        )
-
-
 @pytest.mark.parametrize("blocks", [1, 2, 3, 5, 6])
 def test_the_plan_of_a_model_of_up_to_eight_layers_is_the_best_there_is(blocks):
     for seed in range(6 if blocks < 6 else 2):
@@ -222,7 +208,7 @@ def test_plans_are_as_good_as_the_published_splits(name, delayed):
 
 @pytest.mark.parametrize("rounds", [1, 4])
 def test_a_plan_of_128_blocks_takes_no_more_playing_than_agreed(rounds):
-    block = LayerLoad(0.02, 0.06, 0.0, 10**9, 0, 10**9, 5 * 10**8)
+    block = LayerLoad(0.02, 0.06, weight_bytes=10**9, gradient_bytes=10**9, num_trained=5 * 10**8)
     loads = [LayerLoad(0.001, 0.002), *[block] * 128, LayerLoad(0.05, 0.15)]
     costs = [LayerCost(load.forward, load.backward - load.forward) for load in loads]
     shape = StepShape(loads, 8192, 10**8, 4, rounds, False)

@@ -1,6 +1,7 @@
 """Plans: what is legal, what is said about what is not, and the file."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from support.engines import plan_of, random_plan
@@ -22,6 +23,18 @@ def test_any_legal_plan_passes_and_comes_back_from_its_file(seed, tmp_path):
     assert read_plan(path) == plan
     assert plan.num_layers == LAYERS
     assert plan.num_slots == len(plan.forward) + len(plan.backward)
+
+
+def test_the_order_of_workers_comes_back_from_the_file_and_begins_again_where_it_ends(tmp_path):
+    plan = replace(plan_of([(0, 3)], [(4, 5), (0, 3)], 2, "layer"), dispatch=(1, 0, 2))
+    path = tmp_path / "plan.json"
+    path.write_text(plan.to_json())
+    assert read_plan(path) == plan
+    assert [plan.worker_of(place, 3) for place in range(4)] == [1, 0, 2, 1]
+    assert [plan.worker_of(place, 2) for place in range(3)] == [1, 0, 0]  # of another machine
+    assert replace(plan, dispatch=()).worker_of(1, 3) is None
+    with pytest.raises(UserError, match="`dispatch`"):
+        replace(plan, dispatch=(0, -1)).check(LAYERS)
 
 
 def test_the_fused_stage_may_be_the_head_alone_or_the_whole_model():

@@ -144,7 +144,7 @@ def test_late_steps_are_timed_where_starting_up_is_over():
         short = steps_seconds(plans, shape, rates)
         import rpft.plan.simulate as simulate
 
-        times = simulate._Run(plans, shape, rates).play(80)
+        times = simulate.Run(plans, shape, rates).play(80)
         assert short.tolist() == pytest.approx(((times[79] - times[31]) / 48).tolist(), rel=0.03)
 
 

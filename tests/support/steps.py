@@ -31,7 +31,7 @@ def random_step(rng: random.Random, blocks: int) -> tuple[list[LayerCost], StepS
     """(costs, shape, rates, M) of a run with uneven layers, and mostly with transfers and updates that show."""
     uneven, weight = rng.random() < 0.5, rng.choice([0, 300_000, 1_000_000])
     seconds = [0.01, *(rng.uniform(0.5, 3.0) if uneven else 1.0 for _ in range(blocks)), rng.uniform(1, 12)]
-    loads = [LayerLoad(x, 3 * x, 0.0, weight, 0, weight, weight) for x in seconds]
+    loads = [LayerLoad(x, 3 * x, weight_bytes=weight, gradient_bytes=weight, num_trained=weight) for x in seconds]
     workers, rounds = rng.choice([1, 2, 3, 4, 8]), rng.choice([1, 1, 2])
     shape = StepShape(loads, 1000, weight // 100, workers, rounds, rng.random() < 0.5, slot_seconds=1e-3)
     up, down, update = rng.uniform(0.1, 4), rng.uniform(0.1, 4), rng.uniform(0.05, 2)

@@ -179,7 +179,7 @@ def test_the_settings_named_are_those_that_save_most_of_what_is_short(profiled, 
 def test_a_plan_for_a_machine_that_is_not_there_needs_no_gpu_and_fits_its_cards(profiled, nothing_is_measured):
     made = profiled[0]
     found = plan_json(made, "--machine", "8x4090", "engine.workers=null", "train.gradient_accumulation_steps=16")
-    assert (found["target"], found["num_microbatches"], found["rounds"]) == ("8x4090", 16, 1)
+    assert (found["target"], found["num_microbatches"] * found["rounds"]) == ("8x4090", 16)
     assert found["memory"]["pinned_bytes"] > 0
     assert plan_json(made, "--machine", "8x4090", "engine.vram_limit=64KiB")["fits"] is False
     refused = run_rpft("plan", str(made.recipe), "--machine", "2x5090", "engine.workers=3")

@@ -45,8 +45,13 @@ REFUSED = {
     ),
     "an emulated link of the CPU pool": (["engine.emulate_link_gbps=12"], ["engine.emulate_link_gbps", "cpu"]),
     "gradients rounded in two rounds": (
-        ["model.dtype=bfloat16", "engine.host_gradients=bfloat16", "train.gradient_accumulation_steps=32"],
-        ["engine.host_gradients", "planner chose 16", "engine.num_microbatches to 32"],
+        [
+            "model.dtype=bfloat16",
+            "engine.host_gradients=bfloat16",
+            "train.gradient_accumulation_steps=32",
+            "engine.num_microbatches=16",
+        ],
+        ["engine.host_gradients", "engine.num_microbatches is 16", "engine.num_microbatches to 32"],
     ),
     "M does not divide": (["engine.num_microbatches=3"], ["engine.num_microbatches", "divide"]),
     "missing chat template": (["data.chat_template=nowhere.jinja"], ["data.chat_template", "nowhere.jinja"]),

@@ -1,0 +1,122 @@
+"""Tokens a second that datasheets let expect of 8 RTX 4090, against the table that was published with RoundPipe.
+
+    python benchmarks/datasheets.py [--update sync,delayed]
+
+Published (arXiv 2604.27085): sequence 2,048, products summed in float16. A hidden state takes 21 GB/s times the
+published time of a hop if a microbatch is 4 rows, in all five models. Kernels are eager, as they are there. Needs
+no GPU and no weights; takes some minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+import torch
+import transformers
+
+from rpft.model.adapters import LoraSettings, inject_lora
+from rpft.model.layers import build_layers
+from rpft.model.skeleton import build_model, cut
+from rpft.plan.bill import Workload
+from rpft.plan.choose import choose_plan, model_shape, step_shape
+from rpft.plan.costs import measured_costs
+from rpft.plan.machine import datasheet_profiles, read_machine
+from rpft.plan.simulate import step_seconds
+
+ROWS, SEQUENCE, MICROBATCHES, IN_ROUND = 4, 2048, 16, 16
+QWEN3 = {"vocab_size": 151936, "head_dim": 128}
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
+    # family, config, tokens a second as published
+    "qwen3-1.7b": (
+        "Qwen3",
+        {
+            **QWEN3,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": True,
+        },
+        {"sync": 56489, "delayed": 65417},
+    ),
+    "llama-8b": (
+        "Llama",
+        {
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        },
+        {"sync": 18888, "delayed": 24275},
+    ),
+    "gpt-oss-20b": ("GptOss", {"num_hidden_layers": 24}, {"sync": 12549, "delayed": 18122}),
+    "qwen3-32b": (
+        "Qwen3",
+        {
+            **QWEN3,
+            "hidden_size": 5120,
+            "intermediate_size": 25600,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+        },
+        {"sync": 4164, "delayed": 5516},
+    ),
+    "qwen3-235b-lora": (
+        "Qwen3Moe",
+        {
+            **QWEN3,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 1536,
+            "num_hidden_layers": 94,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+        },
+        {"sync": 1592, "delayed": 1820},
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--update", type=lambda text: text.split(","), default=["sync", "delayed"])
+    updates = parser.parse_args().update
+    machine = read_machine("8x4090")
+    in_float16 = machine.gpus[0].model_copy(update={"tflops": 330.0})
+    machine = machine.model_copy(update={"gpus": (in_float16,)})
+    for name, (family, settings, published) in MODELS.items():
+        config = getattr(transformers, f"{family}Config")(**settings)
+        skeleton = cut(build_model(config, torch.bfloat16, "auto"))
+        if name.endswith("lora"):
+            inject_lora(skeleton, LoraSettings(32, 64, 0.0, ["q_proj", "k_proj", "v_proj", "o_proj"]), name)
+        layouts = build_layers(skeleton, torch.bfloat16)
+        for update in updates:
+            delayed = update == "delayed"
+            shape = model_shape(config, 2)
+            work = Workload(shape, ROWS * SEQUENCE, MICROBATCHES, delayed, "eager", torch.bfloat16)
+            profiles = datasheet_profiles(machine, layouts, skeleton, work, SEQUENCE)
+            work = replace(work, profiles=profiles)
+            plan = choose_plan(
+                layouts, skeleton, work, 8, IN_ROUND, "layer", machine.vram_bytes, None, machine.rates
+            )
+            costs = measured_costs(profiles, plan.keep_bytes_per_token, plan.recompute)
+            shape = step_shape(layouts, work, costs, 8, MICROBATCHES // IN_ROUND)
+            rate = MICROBATCHES * ROWS * SEQUENCE / step_seconds(plan, shape, machine.rates)
+            forward, backward = (1e3 * t for t in (profiles[1].forward_seconds, profiles[1].backward_seconds))
+            print(
+                f"| {name} | {update} | {published[update]:,} | {rate:,.0f} |"
+                f" {100 * (rate / published[update] - 1):+.0f}% | block {forward:.1f} and {backward:.1f} ms |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
