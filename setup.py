@@ -9,6 +9,6 @@ setup(
         "rpft.recipe.shipped_files": ["*.yaml"],
         "rpft.data": ["templates/*.jinja"],
         "rpft.optim": ["*.cpp"],
-        "rpft.plan": ["machines/*.yaml"],
+        "rpft.plan": ["machines/*.yaml", "models/*.yaml"],
     },
 )

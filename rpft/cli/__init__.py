@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 from rpft import __version__
 from rpft.cli.bench import bench
 from rpft.cli.data import data
+from rpft.cli.doctor import doctor
 from rpft.cli.plan import plan
 from rpft.cli.profile import profile
 from rpft.cli.recipes import app as recipes_app
@@ -76,6 +77,7 @@ def _options(
 app.add_typer(recipes_app, name="recipes")
 app.command("bench")(bench)
 app.command("data")(data)
+app.command("doctor")(doctor)
 app.command("plan")(plan)
 app.command("profile")(profile)
 app.command("train", cls=TrainCommand)(train)

@@ -7,6 +7,16 @@ from pathlib import Path
 from rpft.errors import UserError
 
 
+def check_output(option: str, path: Path | None) -> None:
+    """UserError where a file could not be there, before work goes into what it should hold."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise UserError(f"{option} {path}: that is a folder; name a file in it")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"{option} {path}: there is no folder {path.parent}; make it, or name another file")
+
+
 def write_output(option: str, path: Path, text: str) -> None:
     """Writes ``text`` to ``path``, which ``option`` named; UserError where that cannot be."""
     try:

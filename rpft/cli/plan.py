@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rpft.cli.output import write_output
+from rpft.cli.output import check_output, write_output
 from rpft.errors import EXIT_BAD_INPUT
 
 if TYPE_CHECKING:
-    from rpft.plan.predict import Prediction
+    from rich.table import Table
+
     from rpft.recipe.schema import Recipe
-    from rpft.train.planning import Planned
+    from rpft.train.plan_report import PlanReport, SlotReport
 
 
 def plan(
@@ -29,6 +32,10 @@ def plan(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Write the plan; engine.plan takes the file.")
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a page: a step as a picture, stages, memory."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, for programs.")] = False,
 ) -> None:
     """Plan RECIPE: stages, memory, predicted speed, what limits it. No weight is read, nothing is trained.
@@ -37,7 +44,7 @@ def plan(
 
     Examples:
 
-        rpft plan recipe.yaml --out plan.json
+        rpft plan recipe.yaml --out plan.json --html plan.html
 
         rpft plan recipe.yaml engine.vram_limit=16GiB
 
@@ -45,33 +52,44 @@ def plan(
     """
     from rpft.recipe.load import load_recipe
 
-    settings = load_recipe(recipe, overrides or [])
-    planned = _planned(settings, machine)
-    prediction = planned.full_prediction()
-    text = planned.plan.to_json(**planned.about(prediction))
+    check_output("--out", out)
+    check_output("--html", html)
+    report = _report(load_recipe(recipe, overrides or []), machine)
     if out is not None:
-        write_output("--out", out, text + "\n")
+        about = report.planned.about(report.prediction)
+        write_output("--out", out, report.planned.plan.to_json(**about) + "\n")
+    if html is not None:
+        from rpft.console.plan_page import render_plan
+
+        write_output("--html", html, render_plan(report))
     if as_json:
-        typer.echo(text)
+        typer.echo(report.as_json())
         return
-    _show(planned, prediction)
-    if not planned.fits:
-        _say_what_would_fit(planned)
-        raise typer.Exit(EXIT_BAD_INPUT)
-    _say_what_is_faster(planned, prediction)
+    _show(report)
     if out is not None:
         typer.echo(f"{out}: the plan, for engine.plan={out}")
+    if html is not None:
+        typer.echo(f"{html}: a page for a browser")
+    if not report.planned.fits:
+        _say_what_would_fit(report)
+        raise typer.Exit(EXIT_BAD_INPUT)
+    _say_what_is_faster(report)
 
 
-def _planned(settings: Recipe, machine: str | None) -> Planned:
+def _report(settings: Recipe, machine: str | None) -> PlanReport:
     from rpft.cli.train import set_up_process
 
     set_up_process(settings)
+    from rpft.train.plan_report import report_plan
+
     if machine is not None:
         from rpft.plan.machine import read_machine
         from rpft.train.planning import plan_for_machine
 
-        return plan_for_machine(settings, read_machine(machine), machine)
+        described = read_machine(machine)
+        if settings.engine.workers is not None:
+            described = described.with_workers(settings.engine.workers)
+        return report_plan(plan_for_machine(settings, described, machine), described)
     from rpft.train.prepare import plan_rows_here, set_up
 
     def say(line: str) -> None:
@@ -80,92 +98,124 @@ def _planned(settings: Recipe, machine: str | None) -> Planned:
     bench = set_up(settings)
     # Without graphs no layer is compiled, and other lengths are soon measured.
     lengths = not bench.job.kernels.graphs
-    return plan_rows_here(bench, lambda bench: bench.find_profile(say, needed=True, lengths=lengths))
+    return report_plan(plan_rows_here(bench, lambda bench: bench.find_profile(say, needed=True, lengths=lengths)))
 
 
-def _show(planned: Planned, prediction: Prediction | None) -> None:
+def _show(report: PlanReport) -> None:
     from rich.console import Console
+
+    console, prediction = Console(highlight=False), report.prediction
+
+    def line(text: str) -> None:
+        console.print(text, soft_wrap=True, markup=False)
+
+    line(f"{report.model_name} on {report.machine_name}: {report.headline}")
+    line(f"recompute by {report.planned.plan.recompute}")
+    if report.planned.choices:
+        line(f"chosen: {'; '.join(report.planned.choices)}")
+    if report.planned.plan.dispatch:
+        line(f"slots of a step go to workers {' '.join(map(str, report.planned.plan.dispatch))}, not in turn")
+    kept = report.planned.plan.keep_bytes_per_token
+    if kept:
+        line(f"the forward of a block keeps {kept:,} bytes a token for its backward")
+    console.print(_stages(report.slots))
+    console.print(_memory(report))
+    line(
+        f"predicted: {prediction.tokens_per_second:,.0f} tokens/s, {prediction.step_seconds:.3g} s a step, workers"
+        f" idle {prediction.bubble:.1%}; limited by {prediction.limited_by}"
+    )
+    saved = ", ".join(
+        f"{name} {100 * seconds / prediction.step_seconds:.0f}%"
+        for name, seconds in sorted(prediction.saved_seconds.items(), key=lambda item: -item[1])
+    )
+    line(f"a step would be shorter, were it free, by: {saved}")
+
+
+def _stages(slots: Sequence[SlotReport]) -> Table:
+    """A line for slots in a row that are alike."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    from rpft.draw.figures import duration
+    from rpft.plan.bill import gib
+
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    table.add_column("slots", justify="right", no_wrap=True)
+    for title in ("kind", "layers"):
+        table.add_column(title, no_wrap=True)
+    for title in ("weights", "compute", "longest copy"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for _, alike in groupby(slots, key=lambda slot: (slot.kind, len(slot.stage.layers), slot.weights_bytes)):
+        some = list(alike)
+        first, last = some[0], some[-1]
+        layers = [layer for slot in some for layer in slot.stage]
+        each = f", {len(first.stage.layers)} each" if len(some) > 1 else ""
+        copy = first.longest_copy
+        table.add_row(
+            _span(first.slot, last.slot),
+            first.kind,
+            _span(min(layers), max(layers)) + each,
+            gib(first.weights_bytes),
+            duration(first.seconds["compute"]),
+            f"{copy} {duration(first.seconds[copy])}",
+        )
+    return table
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first} to {last}"
+
+
+def _memory(report: PlanReport) -> Table:
+    from rich.box import SIMPLE
     from rich.table import Table
 
     from rpft.plan.bill import gib
-    from rpft.train.planning import MEMORY_NAMES
 
-    console, plan = Console(highlight=False), planned.plan
-    target = planned.target
-    console.print(
-        f"{target.num_workers} worker(s), {target.name}: {planned.rounds} round(s) a step, of"
-        f" {plan.num_microbatches} microbatches each, of {planned.rows} row(s); recompute by {plan.recompute}"
-    )
-    if plan.dispatch:
-        console.print(f"slots of a step go to workers {' '.join(map(str, plan.dispatch))}, not in turn")
-    if planned.choices:
-        console.print(f"chosen: {'; '.join(planned.choices)}")
-    if plan.keep_bytes_per_token:
-        console.print(f"the forward of a block keeps {plan.keep_bytes_per_token:,} bytes a token for its backward")
-    stages = Table()
-    stages.add_column("slot", justify="right")
-    for title in ("kind", "layers"):
-        stages.add_column(title)
-    stages.add_column("weights up", justify="right")
-    for number, stage in enumerate(plan.forward + plan.backward):
-        ahead = number < len(plan.forward)
-        kind = "forward" if ahead else "fused" if number == len(plan.forward) else "backward"
-        layouts = [planned.layouts[layer] for layer in stage.layers]
-        moved = sum(y.region_bytes - y.frozen_bytes * (y.layer in plan.resident) for y in layouts)
-        stages.add_row(str(number), kind, f"{stage.first} to {stage.last}", gib(moved))
-    console.print(stages)
-    memory = Table()
-    memory.add_column("memory")
+    table = Table(box=SIMPLE)
+    table.add_column("memory")
     for title in ("takes", "there is"):
-        memory.add_column(title, justify="right")
-    limits = planned.limits
-    parts = {"vram_bytes": planned.bill.device_parts, "host_bytes": planned.bill.host_parts}
-    for name, size in planned.memory.items():
-        limit = limits[name]
-        mark = "" if limit is None or size <= limit else " [bold red]!![/]"
-        memory.add_row(MEMORY_NAMES[name], gib(size), ("-" if limit is None else gib(limit)) + mark)
-        for part, num_bytes in parts.get(name, {}).items():
-            memory.add_row(f"  [dim]{part}[/]", f"[dim]{gib(num_bytes)}[/]", "")
-    console.print(memory)
-    if prediction is not None:
-        console.print(
-            f"predicted: {prediction.tokens_per_second:,.0f} tokens/s, {prediction.step_seconds:.3g} s a step;"
-            f" limited by {prediction.limited_by}"
-        )
-        saved = ", ".join(
-            f"{name} {100 * seconds / prediction.step_seconds:.0f}%"
-            for name, seconds in sorted(prediction.saved_seconds.items(), key=lambda item: -item[1])
-        )
-        console.print(f"a step would be shorter, were it free, by: {saved}")
+        table.add_column(title, justify="right")
+    for kind in report.memory.values():
+        there_is = "-" if kind.limit is None else gib(kind.limit)
+        table.add_row(kind.name, gib(kind.takes), there_is + (" [bold red]!![/]" if kind.short else ""))
+        for part, num_bytes in kind.parts.items():
+            if num_bytes:
+                table.add_row(f"  [dim]{part}[/]", f"[dim]{gib(num_bytes)}[/]", "")
+    return table
 
 
-def _say_what_would_fit(planned: Planned) -> None:
+def _say_what_would_fit(report: PlanReport) -> None:
     from rpft.plan.bill import gib
-    from rpft.train.planning import MEMORY_NAMES
-    from rpft.train.tries import less, smaller
+    from rpft.train.tries import less
 
-    names = " and ".join(MEMORY_NAMES[name] for name in planned.short_of)
-    typer.echo(f"error: this does not fit: too little {names}. What changes it most, each tried alone:", err=True)
-    for tried in smaller(planned):
-        now = tried.planned.memory
-        saved = ", ".join(
-            f"{MEMORY_NAMES[name]} {gib(now[name])}, {less(planned.memory[name] - now[name])}"
-            for name in planned.short_of
+    memory, short = report.memory, report.planned.short_of
+    names = " and ".join(memory[name].name for name in short)
+    if not report.changes:
+        typer.echo(
+            f"error: this does not fit: too little {names}. No setting that was tried needs less: it takes a"
+            " machine with more, or a smaller model",
+            err=True,
         )
-        typer.echo(f"  {tried.setting}: {saved}{'; that fits' if tried.planned.fits else ''}", err=True)
-
-
-def _say_what_is_faster(planned: Planned, prediction: Prediction | None) -> None:
-    from rpft.train.tries import faster, tokens_per_second
-
-    if prediction is None:
         return
-    if prediction.saved_seconds["memory"]:
-        share = prediction.saved_seconds["memory"] / prediction.step_seconds
+    enough = "" if any(change.fits for change in report.changes) else ", which is not enough"
+    typer.echo(
+        f"error: this does not fit: too little {names}. What changes it most, each tried alone{enough}:", err=True
+    )
+    for change in report.changes:
+        saved = ", ".join(
+            f"{memory[name].name} {gib(change.memory[name])}, {less(memory[name].takes - change.memory[name])}"
+            for name in short
+        )
+        typer.echo(f"  {change.setting}: {saved}{'; that fits' if change.fits else ''}", err=True)
+
+
+def _say_what_is_faster(report: PlanReport) -> None:
+    saved = report.prediction.saved_seconds["memory"]
+    if saved:
+        share = saved / report.prediction.step_seconds
         typer.echo(f"with memory without end the best plan would save {100 * share:.0f}% of a step")
-    found = faster(planned)
-    if not found:
+    if not report.changes:
         typer.echo("none of the settings that were tried makes it faster")
-    for tried in found:
-        gain = tried.tokens_per_second / tokens_per_second(planned) - 1
-        typer.echo(f"{tried.setting}: {100 * gain:.0f}% more tokens a second")
+    for change in report.changes:
+        typer.echo(f"{change.setting}: {100 * change.gain:.0f}% more tokens a second")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rpft.cli.output import write_output
+from rpft.cli.output import check_output, write_output
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,6 +37,7 @@ def profile(
     from rpft.cli.train import set_up_process
     from rpft.recipe.load import load_recipe
 
+    check_output("--out", out)
     settings = load_recipe(recipe, overrides or [])
     set_up_process(settings)
     from rpft.train.prepare import set_up

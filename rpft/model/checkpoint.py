@@ -36,11 +36,12 @@ _THREADS = 8
 ReadTensors = Callable[[], Mapping[str, torch.Tensor | Parts]]
 """Gives tensors by name, or the parts of one that stays quantised as it is."""
 
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "tokenizer*"]
+_HUB_WEIGHTS = "*.safetensors"
+_HUB_FILES = ["*.json", _HUB_WEIGHTS, "*.jinja", "*.txt", "*.model", "tokenizer*"]
 
 
-def resolve_checkpoint(path: str, revision: str | None) -> Path:
-    """The local folder of a checkpoint: ``path`` itself, or the hub's snapshot of that id."""
+def resolve_checkpoint(path: str, revision: str | None, weights: bool = True) -> Path:
+    """The local folder of a checkpoint: ``path`` itself, or the hub's snapshot, with or without weights."""
     folder = Path(path)
     if folder.is_dir():
         return folder
@@ -49,8 +50,9 @@ def resolve_checkpoint(path: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    wanted = [pattern for pattern in _HUB_FILES if weights or pattern != _HUB_WEIGHTS]
     try:
-        return Path(snapshot_download(path, revision=revision, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(path, revision=revision, allow_patterns=wanted))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise UserError(
             f"model.path {path!r}: no such folder here, and the hub did not give it"
@@ -80,9 +82,10 @@ def read_config(folder: Path) -> Any:
 class Checkpoint:
     """The safetensors files of a folder. Everything that can be missing is checked when it is opened."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, weights: bool = True) -> None:
+        """``weights``: whether some will be read; else there may be none."""
         self.folder = folder
-        self._file_of = self._read_index()
+        self._file_of = self._read_index() if weights or any(folder.glob(_HUB_WEIGHTS)) else {}
         self._open = threading.local()
         self.stored = find_stored(self._file_of)
         """What of it is quantised."""

@@ -165,7 +165,9 @@ def available_host_bytes() -> int:
 
 
 def gib(num_bytes: int) -> str:
-    """For people: bytes as GiB, or MiB below one."""
+    """For people: bytes as GiB, or MiB below one, or KiB."""
+    if num_bytes < 1 << 20:
+        return f"{num_bytes / 2**10:.0f} KiB"
     if num_bytes < 1 << 30:
         return f"{num_bytes / 2**20:.0f} MiB"
     return f"{num_bytes / 2**30:.1f} GiB"

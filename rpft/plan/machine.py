@@ -32,7 +32,8 @@ ACHIEVED = 0.71
 
 _PASSES: dict[KernelKind, tuple[float, float]] = {"eager": (30, 5), "trace": (30, 5), "compile": (8, 3)}
 """How often what is no product reads or writes a hidden state, and a widened one, in a block's forward: norms,
-rotary tables, residuals, activations. From the code that torch runs; compiled, most of it is one pass."""
+rotary tables, residuals, activations. Rough: counted for the compiled ones; the others chosen so that the published
+times of 8B's and 32B's blocks come out about right (docs/planning.md)."""
 
 _UPDATE_SHARE = 0.75
 """Of the host's memory bandwidth, what the optimizer's pass over a parameter's bytes reaches."""
@@ -118,7 +119,9 @@ class Machine(Section):
     def with_workers(self, count: int) -> Machine:
         """This machine with its first ``count`` cards; UserError where it has fewer."""
         if count > self.num_workers:
-            raise UserError(f"engine.workers is {count}, and the machine has {self.num_workers} GPUs")
+            raise UserError(
+                f"engine.workers is {count}, and the machine has {self.num_workers} GPUs; null takes them all"
+            )
         kept = []
         for kind in self.gpus:
             taken = min(kind.count, count)
@@ -138,20 +141,23 @@ def read_machine(name: str) -> Machine:
     path = Path(name)
     if path.suffix not in (".yaml", ".yml") and name not in machine_names():
         close = difflib.get_close_matches(name.lower(), machine_names(), n=1, cutoff=0.4)
-        advice = f"did you mean `{close[0]}`?" if close else f"there are {', '.join(machine_names())}"
+        advice = f"did you mean `{close[0]}`?" if close else f"there are {', '.join(machine_names())}."
         raise UserError(f"no machine is called {name!r}; {advice} A file of your own ends in .yaml")
     if name in machine_names():
         path = _folder() / f"{name}.yaml"
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise UserError(f"{path}: no such machine file") from error
+        raise UserError(
+            f"{path}: no such machine file; docs/planning.md has its form, and shipped are"
+            f" {', '.join(machine_names())}"
+        ) from error
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path}: not a machine file: {error}") from error
     try:
         return Machine.model_validate(data)
     except ValidationError as error:
-        raise UserError(f"{path}: {_faults(error)}") from error
+        raise UserError(f"{path}: not a machine: {_faults(error)}. docs/planning.md has the form") from error
 
 
 def datasheet_profiles(

@@ -302,6 +302,14 @@ class _Table:
         return sorted({*useful[::step], useful[-1], layers})
 
 
+def even_stages(values: Sequence[float], counts: Iterable[int]) -> list[tuple[Stage, ...]]:
+    """For each of ``counts`` so many stages over layers that cost ``values``: the longest as short as can be, and
+    all as even as can be.
+    """
+    tables, layers = [_Table(np.array(values), even) for even in (False, True)], len(values)
+    return [_stages(table.starts(count, layers), layers) for count in counts for table in tables]
+
+
 def _balanced(costs: Sequence[LayerCost], thorough: bool) -> Iterator[_Cuts]:
     """Partitions whose longest stage is shortest, for many numbers of backward stages.
 

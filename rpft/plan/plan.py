@@ -144,7 +144,9 @@ def read_plan(path: Path) -> Plan:
             tuple(int(worker) for worker in data.get("dispatch", [])),
         )
     except FileNotFoundError as error:
-        raise UserError(f"{path}: no such plan file (recipe key engine.plan)") from error
+        raise UserError(
+            f"{path}: no such plan file (recipe key engine.plan); `rpft plan RECIPE --out FILE` makes one"
+        ) from error
     except UserError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:

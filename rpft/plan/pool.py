@@ -44,9 +44,11 @@ class SlotWork(NamedTuple):
 
 
 class SlotTimes(NamedTuple):
-    """When a slot did what, for each plan; ``computed`` and ``delivered`` have a row for each microbatch."""
+    """When a slot did what, for each plan; inputs, computed and delivered have a row for each microbatch."""
 
     uploaded: np.ndarray
+    inputs: np.ndarray
+    """When the hidden state of each microbatch was up."""
     computed: np.ndarray
     delivered: np.ndarray
     landed: np.ndarray
@@ -103,7 +105,7 @@ class Pool:
         landed = self._through(self.switch_down, worker, rounded, work.gradients_down) + work.gradients_down
         self.compute[w] = np.where(work.backward, rounded, end)
         self.gradients_down[w] = np.where(work.backward, landed, self.gradients_down[w])
-        return SlotTimes(uploaded, computed, delivered, landed)
+        return SlotTimes(uploaded, inputs, computed, delivered, landed)
 
     def _through(
         self, switch: np.ndarray, worker: int | np.ndarray, start: np.ndarray, seconds: Any

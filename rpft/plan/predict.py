@@ -20,6 +20,8 @@ class Prediction:
     """Without padding, as metrics.jsonl counts them."""
     saved_seconds: dict[str, float]
     """How much shorter a step would be were compute, link, optimizer, fill and drain, or memory no limit."""
+    bubble: float
+    """Share of the workers' time in which they do not compute."""
 
     @property
     def limited_by(self) -> str:
@@ -33,6 +35,7 @@ class Prediction:
             "step_seconds": self.step_seconds,
             "limited_by": self.limited_by,
             "saved_seconds": self.saved_seconds,
+            "bubble_percent": 100 * self.bubble,
         }
 
 
@@ -44,15 +47,15 @@ def predict(plan: Plan, shape: StepShape, rates: Rates, tokens: float) -> Predic
     """
     seconds = step_seconds(plan, shape, rates)
     idle = replace(shape, loads=[replace(load, forward=0.0, backward=0.0, recompute=0.0) for load in shape.loads])
-    computed = step_seconds(plan, shape, AT_ONCE)
+    computed, even = step_seconds(plan, shape, AT_ONCE), even_seconds(plan, shape)
     saved = {
         "compute": seconds - step_seconds(plan, idle, rates),
         "link": seconds - step_seconds(plan, shape, replace(rates, up=math.inf, down=math.inf, switch_share=0.0)),
         "optimizer": seconds - step_seconds(plan, shape, replace(rates, update=math.inf)),
-        "fill-drain": computed - even_seconds(plan, shape),
+        "fill-drain": computed - even,
     }
     least = {name: max(0.0, value) for name, value in saved.items()}
-    return Prediction(seconds, tokens / seconds, least)
+    return Prediction(seconds, tokens / seconds, least, max(0.0, 1 - even / seconds))
 
 
 def even_seconds(plan: Plan, shape: StepShape) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -89,11 +90,25 @@ Choose = Callable[[Pool, PlayOn], int]
 """Takes the pool and what plays the next slot on a worker of it; gives the worker."""
 
 
+class Watcher(Protocol):
+    """Who is told of everything as it is played."""
+
+    def slot(self, number: int, worker: int | np.ndarray, work: SlotWork, times: SlotTimes) -> None:
+        """``number``: of the slot in the whole run, from 0."""
+        ...
+
+    def update(self, begun: np.ndarray, written: np.ndarray) -> None:
+        """When the optimizer's work after a step began and ended."""
+        ...
+
+
 class Run:
     """Steps of several plans, side by side: a column for each. They agree in all but their stages."""
 
-    def __init__(self, plans: Sequence[Plan], shape: StepShape, rates: Rates) -> None:
-        self.shape, self.rates = shape, rates
+    def __init__(
+        self, plans: Sequence[Plan], shape: StepShape, rates: Rates, watcher: Watcher | None = None
+    ) -> None:
+        self.shape, self.rates, self.watcher = shape, rates, watcher
         self.num_microbatches = plans[0].num_microbatches
         self.num_slots = np.array([plan.num_slots for plan in plans])
         self.per_step = self.num_slots * shape.rounds
@@ -167,12 +182,11 @@ class Run:
         count, num_workers = len(self.num_slots), self.shape.num_workers
         if not self.shape.delayed:
             # An exact update waits for the whole step, so that every step starts as if nothing had been before it.
-            self._update(np.ones(count, bool), np.zeros(count))
             return self.play(1)[0]
         # After so many steps the same workers have the same slots again; a few turns of all workers will do too.
         again = num_workers // np.gcd(num_workers, self.per_step)
         steps = np.minimum(again, np.ceil(_TURNS_TIMED * num_workers / self.per_step).astype(int))
-        begun = _STEPS_WARM + np.ceil(_TURNS_WARM * num_workers / self.per_step).astype(int)
+        begun = steps_warm(self.per_step, num_workers)
         if not self.even_shares:  # some workers run ahead, until updates hold them
             begun, steps = begun + _TURNS_TIMED, np.full(count, _TURNS_TIMED)
         columns = np.arange(count)
@@ -180,7 +194,7 @@ class Run:
         return (times[begun + steps - 1, columns] - times[begun - 1, columns]) / steps
 
     def play(self, steps: int, choose: Choose | None = None) -> np.ndarray:
-        """When each of the first ``steps`` steps is over, (steps, columns).
+        """When each of the first ``steps`` steps is over, (steps, columns); exact ones begin with an update at 0.
 
         For exact updates that is when its last gradient lands; for late ones, where steps overlap, the mean of the
         times to which the workers have work then, if they have even shares. ``choose``: says which worker gets a
@@ -196,6 +210,8 @@ class Run:
             workers_per_switch=rates.workers_per_switch,
             switch_share=rates.switch_share,
         )
+        if not shape.delayed:
+            self._update(np.ones(count, bool), np.zeros(count))
         columns = np.arange(count)
         alike = bool(np.all(self.num_slots == self.num_slots[0]))
         step_ends = set((self.per_step[:, None] * np.arange(1, steps + 1)).ravel().tolist())
@@ -211,6 +227,8 @@ class Run:
 
             worker = self._worker_of(number) if choose is None else choose(pool, play_on)
             played = play_on(pool, worker)
+            if self.watcher is not None:
+                self.watcher.slot(number, worker, self._on(worker, work), played)
             delivered = played.delivered
             latest = np.maximum(latest, np.where(work.backward, played.landed, 0.0))
             if number + 1 in step_ends:
@@ -245,7 +263,10 @@ class Run:
         seconds = sizes / rates.update
         if not self.shape.delayed:
             seconds = seconds + self._beside() / rates.memory
-        written = np.maximum(self.optimizer, end) + np.cumsum(seconds, axis=0)
+        begun = np.maximum(self.optimizer, end)
+        written = begun + np.cumsum(seconds, axis=0)
+        if self.watcher is not None:
+            self.watcher.update(begun, written[-1])
         self.optimizer = np.where(done, written[-1], self.optimizer)
         if self.shape.delayed:
             written, self.late = self.late, np.where(done, written, self.late)
@@ -273,6 +294,22 @@ class Run:
             latest = np.maximum.reduceat(since, starts) + self.sent[self.last[slots, columns] + 1]
             chosen = done[columns]
             field[slots[chosen], columns[chosen]] = latest[chosen]
+
+
+def steps_warm(slots_per_step: np.ndarray, num_workers: int) -> np.ndarray:
+    """Steps after which late updates have settled."""
+    return _STEPS_WARM + np.ceil(_TURNS_WARM * num_workers / slots_per_step).astype(int)
+
+
+def slot_works(plan: Plan, shape: StepShape, rates: Rates) -> list[SlotWork]:
+    """What each slot of a round asks of its worker."""
+    work = Run([plan], shape, rates).work
+    return [SlotWork(*map(float, work[:, slot, 0])) for slot in range(plan.num_slots)]
+
+
+def watched_steps(plan: Plan, shape: StepShape, rates: Rates, steps: int, watcher: Watcher) -> list[float]:
+    """Plays the first ``steps`` steps of a run for ``watcher``; when each is over, as `step_seconds` counts."""
+    return Run([plan], shape, rates, watcher).play(steps)[:, 0].tolist()
 
 
 def steps_seconds(plans: Sequence[Plan], shape: StepShape, rates: Rates) -> np.ndarray:

@@ -162,16 +162,19 @@ def divide_rows(recipe: Recipe, rows: int) -> Recipe:
     return recipe.model_copy(update={"train": train.model_copy(update=divided)})
 
 
-def read_job(recipe: Recipe, kernels: KernelChoice) -> Job:
-    """Reads config, tokenizer and data and builds the skeleton; UserError where the recipe asks for too much."""
+def read_job(recipe: Recipe, kernels: KernelChoice, weights: bool = True) -> Job:
+    """Reads config, tokenizer and data and builds the skeleton; UserError where the recipe asks for too much.
+
+    ``weights``: whether they will be read; else the checkpoint may have none.
+    """
     open_rows = recipe.train.micro_batch_size == "auto"
     if open_rows:
         said = 1 if recipe.engine.plan is None else read_about(Path(recipe.engine.plan)).get("micro_batch_size", 1)
         in_step = recipe.train.gradient_accumulation_steps
         recipe = divide_rows(recipe, said if in_step % said == 0 else 1)
-    folder = resolve_checkpoint(recipe.model.path, recipe.model.revision)
+    folder = resolve_checkpoint(recipe.model.path, recipe.model.revision, weights)
     config = read_config(folder)
-    checkpoint = Checkpoint(folder)
+    checkpoint = Checkpoint(folder, weights)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     data = load_data(recipe, folder, kernels.graphs, positions)
     if positions is not None and data.longest > positions:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from rpft import files
 from rpft.model.graphs import KernelKind
 from rpft.plan.bill import Bill, Workload, gib, make_bill
 from rpft.plan.choose import choose_plan, step_shape
+from rpft.plan.compare import Workbook
 from rpft.plan.costs import measured_costs
 from rpft.plan.machine import Machine, datasheet_profiles
 from rpft.plan.plan import Plan
@@ -68,6 +69,15 @@ class Target:
         """What decides the memory of ``job`` here."""
         workers_in_ram = self.num_workers if self.vram_bytes is None else 0
         return job.workload(profiles, self.whole_masters, workers_in_ram)
+
+
+class UsualStep(NamedTuple):
+    """A step as the simulator is told of it."""
+
+    plan: Plan
+    shape: StepShape
+    tokens: float
+    """Without padding."""
 
 
 @dataclass
@@ -141,28 +151,28 @@ class Planned(Job):
 
     def prediction(self) -> Prediction | None:
         """What a step should take with lines as long as the data's are on average; None where nothing is known."""
+        usual = self.usual_step()
+        return None if usual is None else predict(usual.plan, usual.shape, self.target.rates, usual.tokens)
+
+    def usual_step(self) -> UsualStep | None:
+        """A step with lines as long as the data's are on average; None where nothing is known."""
         if self.profiles is None:
             return None
-        plan, shape, tokens = self._mean_step_to_play(self.profiles)
-        return predict(plan, shape, self.target.rates, tokens)
-
-    def mean_step_seconds(self) -> float:
-        """The seconds of ``prediction``, by which divisions of a step are held; 0 where nothing is known."""
-        if self.profiles is None:
-            return 0.0
-        plan, shape, _ = self._mean_step_to_play(self.profiles)
-        return step_seconds(plan, shape, self.target.rates)
-
-    def _mean_step_to_play(self, profiles: Sequence[LayerProfile]) -> tuple[Plan, StepShape, float]:
-        """(Plan, shape, tokens without padding) of a step with lines as long as the data's are on average."""
         padded, tokens = self.mean_step()
         if self.profile is not None:
             profiles = self.profile.at(padded / self.rows)
         else:
-            profiles = [scaled(profile, padded / self.max_tokens) for profile in profiles]
+            profiles = [scaled(profile, padded / self.max_tokens) for profile in self.profiles]
         # A plan that was given may hold more microbatches than a round has.
         in_round = -(-self.recipe.train.gradient_accumulation_steps // self.rounds)
-        return replace(self.plan, num_microbatches=in_round), self._step_shape(profiles, round(padded)), tokens
+        return UsualStep(
+            replace(self.plan, num_microbatches=in_round), self._step_shape(profiles, round(padded)), tokens
+        )
+
+    def mean_step_seconds(self) -> float:
+        """The seconds of ``prediction``, by which divisions of a step are held; 0 where nothing is known."""
+        usual = self.usual_step()
+        return 0.0 if usual is None else step_seconds(usual.plan, usual.shape, self.target.rates)
 
     def full_prediction(self) -> Prediction | None:
         """``prediction``, with what memory costs: that takes another search for a plan."""
@@ -327,9 +337,7 @@ def _with_half_the_rows(planned: _P) -> _P:
 
 def plan_for_machine(recipe: Recipe, machine: Machine, name: str) -> Planned:
     """The plan of a recipe for a machine that one need not have, from its datasheet."""
-    setting = recipe.engine.kernels
-    kernels: KernelKind = "compile" if setting == "auto" else setting
-    job = read_job(recipe, KernelChoice(kernels))
+    job = _job_for_machine(recipe)
     wanted = recipe.engine.workers
     machine = machine if wanted is None else machine.with_workers(wanted)
     speeds = machine.speeds
@@ -349,6 +357,18 @@ def plan_for_machine(recipe: Recipe, machine: Machine, name: str) -> Planned:
         return plan_job(job, target, profiles)
 
     return plan_rows(job, plan)
+
+
+def _job_for_machine(recipe: Recipe) -> Job:
+    setting = recipe.engine.kernels
+    kernels: KernelKind = "compile" if setting == "auto" else setting
+    return read_job(recipe, KernelChoice(kernels), weights=False)
+
+
+def workbook_of(recipe: Recipe) -> Workbook:
+    """A recipe's model and steps, for schedules to be compared on a machine that one need not have."""
+    job = _job_for_machine(recipe)
+    return Workbook(job.layouts, job.skeleton, job.workload(None), job.data.longest)
 
 
 def scaled(profile: LayerProfile, share: float) -> LayerProfile:

@@ -40,7 +40,7 @@ class Prepared(Planned):
 
 def prepare(recipe: Recipe, say: Say = lambda line: None) -> Prepared:
     """Reads config, tokenizer and data, builds skeleton and plan, checks memory; UserError where it fails."""
-    bench = set_up(recipe)
+    bench = set_up(recipe, weights=True)
     # Compiled layers are worth a plan of their own, and so is a choice of rows; else shapes give one at once.
     needed = bench.job.open_rows or (bench.job.kernels.graphs and bench.on_cuda)
     prepared = plan_rows_here(bench, lambda bench: bench.find_profile(say, needed=needed))
@@ -48,10 +48,10 @@ def prepare(recipe: Recipe, say: Say = lambda line: None) -> Prepared:
     return prepared
 
 
-def set_up(recipe: Recipe) -> Workbench:
-    """The recipe's job on the workers of this machine."""
+def set_up(recipe: Recipe, weights: bool = False) -> Workbench:
+    """The recipe's job on the workers of this machine. ``weights``: whether the checkpoint's will be read."""
     devices = _pool(recipe.engine)
-    job = read_job(recipe, choose_kernels(recipe.engine.kernels, devices[0].torch_device.type))
+    job = read_job(recipe, choose_kernels(recipe.engine.kernels, devices[0].torch_device.type), weights)
     functions = [
         LayerFunctions(job.skeleton, device.torch_device, job.dtype, job.kernels.kind, recipe.engine.deterministic)
         for device in devices

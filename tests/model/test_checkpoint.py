@@ -345,5 +345,16 @@ def test_a_hub_id_that_cannot_be_had_is_refused_with_the_reason() -> None:
         resolve_checkpoint("nobody/nothing", None)
 
 
+@pytest.mark.parametrize("weights", [True, False])
+def test_weights_are_asked_of_the_hub_only_where_they_will_be_read(weights, tmp_path, monkeypatch) -> None:
+    asked = {}
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda path, **more: asked.update(more) or str(tmp_path)
+    )
+    assert resolve_checkpoint("somebody/something", None, weights) == tmp_path
+    assert "*.json" in asked["allow_patterns"]
+    assert ("*.safetensors" in asked["allow_patterns"]) == weights
+
+
 def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     assert resolve_checkpoint(str(tmp_path), None) == tmp_path

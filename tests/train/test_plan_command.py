@@ -219,3 +219,12 @@ def test_a_plan_that_does_not_fit_the_machine_is_refused_with_what_it_needs(prof
     assert ran.code == 2
     assert "this run needs" in ran.err
     assert "need least: model.dtype=bfloat16 (RAM " in ran.err
+
+
+def test_a_plan_needs_no_weights_to_be_there_and_a_run_does(fresh):
+    made = fresh("qwen3", eval_rows=0)
+    [weights] = made.folder.glob("base/*.safetensors")
+    weights.unlink()
+    assert plan_json(made, "--machine", "8x4090", "engine.workers=null")["fits"] is True
+    ran = made.train("none", "--dry-run")
+    assert (ran.code, "no safetensors file in it" in ran.err) == (2, True)
