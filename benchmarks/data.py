@@ -2,19 +2,24 @@
 
     python benchmarks/data.py MODEL --rows 1000000 --json benchmarks/results/data.json
 
-MODEL is a folder with a tokenizer and a chat template, or a hub id.
+MODEL is a folder with a tokenizer and a chat template, or a hub id. Rows stand in several files, and the bare
+tokenizer is timed before each and after the last, while nothing else of the benchmark runs: other work on the
+machine then slows both alike. Where it comes and goes faster than that, CPU time compares them: rows become tokens
+without waiting for anything.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import resource
+import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,28 +31,34 @@ from rpft.data.rows import lengths_of
 from rpft.data.sources import Source, read_rows
 from rpft.host import available_cores
 
-_BARE_ROWS = 50_000
+_FILES = 4
+_BARE_ROWS = 20_000
 _SYLLABLES = ("ta", "ne", "ri", "so", "lu", "ka", "men", "por", "the", "ing", "er", "an", "st", "qu", "is", "o")
 
 
-def _write_rows(path: Path, count: int) -> None:
-    """Chats of one to three questions; words by Zipf's law, lengths lognormal, as in sets of instructions."""
-    rng = random.Random(0)
-    words = ["".join(rng.choice(_SYLLABLES) for _ in range(rng.randint(1, 4))) for _ in range(20_000)]
-    weights = [1 / (rank + 5) for rank in range(len(words))]
-    salad = rng.choices(words, weights, k=1_000_000)
+def _write_rows(paths: Sequence[Path], count: int, words: tuple[int, int]) -> None:
+    """Chats of one to three questions; words by Zipf's law, lengths lognormal, as in sets of instructions.
 
-    def said(mean: float) -> str:
-        length = max(3, int(rng.lognormvariate(mean, 0.8)))
+    ``words``: the medians of a question's and of an answer's number of words.
+    """
+    rng = random.Random(0)
+    known = ["".join(rng.choice(_SYLLABLES) for _ in range(rng.randint(1, 4))) for _ in range(20_000)]
+    weights = [1 / (rank + 5) for rank in range(len(known))]
+    salad = rng.choices(known, weights, k=1_000_000)
+
+    def said(median: int) -> str:
+        length = max(3, int(rng.lognormvariate(math.log(median), 0.8)))
         start = rng.randrange(len(salad) - length)
         return " ".join(salad[start : start + length])
 
-    with path.open("w", encoding="utf-8") as file:
-        for _ in range(count):
-            messages = []
-            for _ in range(rng.choice((1, 1, 2, 3))):
-                messages += [{"role": "user", "content": said(3.3)}, {"role": "assistant", "content": said(4.5)}]
-            file.write(json.dumps({"messages": messages}) + "\n")
+    for number, path in enumerate(paths):
+        with path.open("w", encoding="utf-8") as file:
+            for _ in range(count // len(paths) + (number < count % len(paths))):
+                messages = []
+                for _ in range(rng.choice((1, 1, 2, 3))):
+                    messages.append({"role": "user", "content": said(words[0])})
+                    messages.append({"role": "assistant", "content": said(words[1])})
+                file.write(json.dumps({"messages": messages}) + "\n")
 
 
 def _rendered(path: Path, tokenizer: Any, count: int) -> Iterator[list[str]]:
@@ -62,14 +73,19 @@ def _rendered(path: Path, tokenizer: Any, count: int) -> Iterator[list[str]]:
         yield texts
 
 
-def _bare_rows_per_second(path: Path, tokenizer: Any, count: int) -> float:
-    """Rows a second of the tokenizer alone, with its own threads on all cores."""
-    batches = list(_rendered(path, tokenizer, min(count, _BARE_ROWS)))
-    tokenizer(batches[0], add_special_tokens=False)
-    begun = time.perf_counter()
+def _bare(batches: Sequence[list[str]], tokenizer: Any) -> tuple[float, float]:
+    """(seconds, CPU seconds) a row of the tokenizer alone, with its own threads on all cores."""
+    begun, cpu = time.perf_counter(), time.process_time()
     for texts in batches:
         tokenizer(texts, add_special_tokens=False, return_attention_mask=False)
-    return sum(map(len, batches)) / (time.perf_counter() - begun)
+    count = sum(map(len, batches))
+    return (time.perf_counter() - begun) / count, (time.process_time() - cpu) / count
+
+
+def _cpu_seconds() -> float:
+    """Of this process and of the helping ones that have ended."""
+    used = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
+    return sum(part.ru_utime + part.ru_stime for part in used)
 
 
 def _peak_bytes() -> tuple[int, int]:
@@ -84,6 +100,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--processes", type=int, default=available_cores())
     parser.add_argument("--max-seq-len", type=int, default=2048)
+    parser.add_argument("--question-words", type=int, default=10, help="median; rows of 230 tokens with SmolLM2")
+    parser.add_argument("--answer-words", type=int, default=30, help="median")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
@@ -97,27 +115,55 @@ def main() -> None:
         print(f"{case}: {metric} {value:,.2f} {unit}", flush=True)
 
     with tempfile.TemporaryDirectory(prefix="rpft-data-") as folder:
-        path = Path(folder) / "rows.jsonl"
-        _write_rows(path, given.rows)
-        note("data", "size", path.stat().st_size / 1e6, "MB")
-        bare = _bare_rows_per_second(path, tokenizer, given.rows)
-        note("bare tokenizer", "speed", bare, "rows/s")
-        settings = DataSettings(given.max_seq_len)
-        loading = Loading(given.processes, str(Path(folder) / "tokens"))
-        before, _ = _peak_bytes()
+        paths = [Path(folder) / f"rows-{number}.jsonl" for number in range(_FILES)]
+        _write_rows(paths, given.rows, (given.question_words, given.answer_words))
+        sources = [Source(str(path)) for path in paths]
+        note("data", "size", sum(path.stat().st_size for path in paths) / 1e6, "MB")
+        batches = list(_rendered(paths[0], tokenizer, min(given.rows, _BARE_ROWS)))
+        tokenizer(batches[0], add_special_tokens=False)
+        bare = [_bare(batches, tokenizer)]
+        seconds: list[float] = []
         begun = time.perf_counter()
-        data = load_dataset([Source(str(path))], tokenizer, settings, loading)
-        seconds = time.perf_counter() - begun
+
+        def after_a_file(_source: Source, _rows: int, done: bool) -> None:
+            nonlocal begun
+            if done:
+                seconds.append(time.perf_counter() - begun)
+                bare.append(_bare(batches, tokenizer))
+                begun = time.perf_counter()
+
+        settings = DataSettings(given.max_seq_len)
+        cache = str(Path(folder) / "tokens")
+        before, _ = _peak_bytes()
+        cpu = _cpu_seconds()
+        begun = time.perf_counter()
+        data = load_dataset(sources, tokenizer, settings, Loading(given.processes, cache, after_a_file))
+        cpu = _cpu_seconds() - cpu - sum(part for _, part in bare[1:]) * sum(map(len, batches))
         own, helper = _peak_bytes()
+        rows = [report.rows for report in data.reports]
+        ratios = [
+            statistics.mean(wall for wall, _ in bare[i : i + 2]) * count / part
+            for i, (count, part) in enumerate(zip(rows, seconds, strict=True))
+        ]
+        bare_cpu = statistics.mean(part for _, part in bare)
+        note("bare tokenizer", "speed, median", 1 / statistics.median(wall for wall, _ in bare), "rows/s")
+        note("bare tokenizer", "speed, slowest", 1 / max(bare)[0], "rows/s")
+        note("bare tokenizer", "speed, fastest", 1 / min(bare)[0], "rows/s")
+        note("bare tokenizer", "CPU time", 1e6 * bare_cpu, "us/row")
         case = f"first start, {given.processes} processes"
-        note(case, "time", seconds, "s")
-        note(case, "speed", given.rows / seconds, "rows/s")
-        note(case, "speed", data.tokens / seconds, "tokens/s")
-        note(case, "of the bare tokenizer", given.rows / seconds / bare, "ratio")
+        note(case, "time", sum(seconds), "s")
+        note(case, "speed", given.rows / sum(seconds), "rows/s")
+        note(case, "speed", data.tokens / sum(seconds), "tokens/s")
+        note(case, "CPU time of all processes", 1e6 * cpu / given.rows, "us/row")
+        note(case, "of the bare tokenizer, by CPU time", bare_cpu / (cpu / given.rows), "ratio")
+        note(case, "of the bare tokenizer beside each file, median", statistics.median(ratios), "ratio")
+        note(case, "of the bare tokenizer, lowest", min(ratios), "ratio")
+        note(case, "of the bare tokenizer, highest", max(ratios), "ratio")
         note(case, "memory of the main process, growth of its peak", (own - before) / 2**20, "MiB")
         note(case, "peak memory of the largest helper", helper / 2**20, "MiB")
+        note("data", "mean length", data.tokens / len(data.rows), "tokens")
         begun = time.perf_counter()
-        data = load_dataset([Source(str(path))], tokenizer, settings, loading)
+        data = load_dataset(sources, tokenizer, settings, Loading(given.processes, cache))
         note("second start", "time", time.perf_counter() - begun, "s")
         begun = time.perf_counter()
         lengths = lengths_of(data.rows)

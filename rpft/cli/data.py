@@ -11,7 +11,7 @@ import typer
 from rpft.errors import UserError
 
 if TYPE_CHECKING:
-    from rpft.data.dataset import DataSettings
+    from rpft.data.dataset import Dataset, DataSettings
     from rpft.data.sources import Source
     from rpft.recipe.schema import Recipe
 
@@ -99,7 +99,6 @@ def _show(settings: Recipe, sources: list[Source], tokenizer: Any, how: DataSett
     from rich.console import Console
 
     from rpft.data.preview import first_row, preview
-    from rpft.data.selection import count_shared
     from rpft.data.show import legend, print_figures, print_reports, print_row
     from rpft.train.rows import load_rows
 
@@ -116,17 +115,33 @@ def _show(settings: Recipe, sources: list[Source], tokenizer: Any, how: DataSett
     print_reports(console, "train", dataset.reports)
     if evaluation is not None:
         print_reports(console, "eval", evaluation.reports)
-        shared = count_shared(dataset.rows, evaluation.rows)
-        if shared:
-            console.print(
-                f"{shared:,} of {len(evaluation.rows):,} evaluation rows are also training rows", markup=False
-            )
+    for line in _evaluation_lines(settings, dataset, evaluation):
+        console.print(line, markup=False)
     figures = preview(dataset, sources, how.max_seq_len)
     print_figures(console, dataset, figures, how.max_seq_len)
     console.print(f"\nthe strangest of {figures.looked_at:,} rows", markup=False)
     for strange in figures.strangest:
         console.print(f"\n{strange.where}: {strange.why}", markup=False, soft_wrap=True)
         print_row(console, strange.row, tokenizer, short=True)
+
+
+def _evaluation_lines(settings: Recipe, dataset: Dataset, evaluation: Dataset | None) -> list[str]:
+    """What is held out of the training rows, and what is in both."""
+    from rpft.data.selection import count_shared
+    from rpft.train.rows import split_rows
+
+    spec, lines = settings.data, []
+    if spec.eval_fraction or spec.eval_rows:
+        train_rows, eval_rows = split_rows(spec, dataset.rows, settings.train.seed)
+        lines.append(f"{len(eval_rows):,} of {len(dataset.rows):,} rows are held out for evaluation")
+    elif evaluation is not None:
+        train_rows, eval_rows = dataset.rows, evaluation.rows
+    else:
+        return []
+    shared = count_shared(train_rows, eval_rows)
+    if shared:
+        lines.append(f"{shared:,} of {len(eval_rows):,} evaluation rows are also training rows")
+    return lines
 
 
 def _write_page(
@@ -141,6 +156,7 @@ def _write_page(
     figures = preview(dataset, sources, how.max_seq_len)
     first = [found for source in sources if (found := first_row(source, tokenizer, how)) is not None]
     reports = evaluation.reports if evaluation is not None else []
-    page = render_page(f"rpft data {recipe}", dataset, reports, figures, first, tokenizer, how.max_seq_len)
+    lines = _evaluation_lines(settings, dataset, evaluation)
+    page = render_page(f"rpft data {recipe}", dataset, reports, lines, figures, first, tokenizer, how.max_seq_len)
     write_output("--html", html, page)
     typer.echo(f"{html}: {len(dataset.rows):,} rows of {len(sources)} entries; open it in a browser")

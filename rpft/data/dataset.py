@@ -12,7 +12,7 @@ from rpft.data.cache import cache_key, default_folder, is_large, read_cached, wr
 from rpft.data.encode import Encoder
 from rpft.data.formats import NO_ANSWER, detect_format
 from rpft.data.loader import NOTHING_LEFT, TOO_LONG, DataSettings, RowLoader
-from rpft.data.pool import load_blocks
+from rpft.data.pool import TokenPool
 from rpft.data.report import SourceReport
 from rpft.data.rows import Block, Row, Rows
 from rpft.data.sources import Source, Unread, parse_unread, unread_rows
@@ -75,7 +75,8 @@ def load_dataset(
     file and line, and when no row with a trained token remains.
     """
     loading = loading or Loading()
-    loaded = [_load_source(source, tokenizer, settings, loading) for source in sources]
+    with TokenPool(tokenizer, settings, loading.processes) as pool:
+        loaded = [_load_source(source, tokenizer, settings, loading, pool) for source in sources]
     dataset = Dataset(Rows(block for block, _ in loaded), [report for _, report in loaded])
     if not dataset.rows:
         raise UserError(_nothing_to_train(dataset.reports))
@@ -87,8 +88,9 @@ def load_pairs(sources: Iterable[Source], tokenizer: Any, settings: DataSettings
 
     Both have the same prompt in front, of which nothing is trained. A pair is dropped when one of the two is.
     """
+    pool = TokenPool(tokenizer, settings, 1)
     for source in sources:
-        for block, report in load_blocks(unread_rows(source), source, tokenizer, settings, 1):
+        for block, report in pool.blocks(unread_rows(source), source):
             if report.format != "preference":
                 raise UserError(f"{source.path} holds rows of format {report.format}, not preference pairs.")
             rows = Rows([block])
@@ -135,7 +137,7 @@ def _find(source: Source, index: int) -> tuple[Unread, Unread]:
 
 
 def _load_source(
-    source: Source, tokenizer: Any, settings: DataSettings, loading: Loading
+    source: Source, tokenizer: Any, settings: DataSettings, loading: Loading, pool: TokenPool
 ) -> tuple[Block, SourceReport]:
     report = SourceReport(source.path, source.format)
     folder = _cache_folder(source, loading.cache)
@@ -144,8 +146,7 @@ def _load_source(
         found = read_cached(folder, key)
         if found is not None:
             return found
-    blocks = load_blocks(unread_rows(source), source, tokenizer, settings, loading.processes)
-    blocks = _watched(source, blocks, loading)
+    blocks = _watched(source, pool.blocks(unread_rows(source), source), loading)
     if folder is not None and key is not None:
         return write_cached(folder, key, blocks, report), report
     kept = []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rpft.data.render import Span
 from rpft.data.rows import Row
+from rpft.data.token_bytes import TokenBytes
 from rpft.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,6 +34,12 @@ class Encoder:
         self._tokenizer = tokenizer
         self.special_tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self.num_ids = len(tokenizer)
+        self._takes_blanks = {
+            token_id: not token.lstrip
+            for token_id, token in tokenizer.added_tokens_decoder.items()
+            if token.lstrip or token.rstrip
+        }
+        """Added tokens that take blanks beside them, and whether their own text stands first."""
         # As the tokenizer's own call sets them; the call itself makes Python objects of every token.
         self._core: Tokenizer = tokenizer.backend_tokenizer
         self._core.no_truncation()
@@ -44,17 +52,44 @@ class Encoder:
         """Tokenise texts; ``spans`` are each text's trained characters, ``ends`` asks for an end token.
 
         A token is trained when at least one of its characters is: the first token of an answer is then not
-        lost to a blank of the prompt that it starts with.
+        lost to a blank of the prompt that it starts with. Blanks that a special token takes do not count for it.
         """
-        encodings = self._core.encode_batch(texts, add_special_tokens=False)
-        return [
-            self._row(encoding, text_spans, end)
-            for encoding, text_spans, end in zip(encodings, spans, ends, strict=True)
-        ]
+        table = self._token_bytes
+        if table is None:
+            encodings = self._core.encode_batch(texts, add_special_tokens=False)
+            marked = [self._marked(*each) for each in zip(encodings, spans, strict=True)]
+        else:
+            encodings = self._core.encode_batch_fast(texts, add_special_tokens=False)
+            marked = [self._counted(table, *each) for each in zip(encodings, texts, spans, strict=True)]
+        return [self._row(*row, end) for row, end in zip(marked, ends, strict=True)]
 
-    def _row(self, encoding: Encoding, spans: list[Span], end: bool) -> Row:
+    @cached_property
+    def _token_bytes(self) -> TokenBytes | None:
+        return TokenBytes.of(self._core)
+
+    def _counted(
+        self, table: TokenBytes, encoding: Encoding, text: str, spans: list[Span]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        ids = np.array(encoding.ids, dtype=np.int32)
+        trained = table.trained(ids, text, spans)
+        if trained is None:
+            return self._marked(self._core.encode(text, add_special_tokens=False), spans)
+        return ids, trained
+
+    def _marked(self, encoding: Encoding, spans: list[Span]) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of a text, and whether each token has a character inside a span, by the offsets of tokens."""
         ids = np.array(encoding.ids, dtype=np.int32)
         trained = _trained(encoding, len(ids), spans)
+        if self._takes_blanks:
+            for place in np.flatnonzero(trained & np.isin(ids, list(self._takes_blanks))):
+                # Blanks that such a token took from an answer do not make it the answer's: its own text decides.
+                characters = encoding.token_to_chars(int(place))
+                assert characters is not None, "a trained token has characters"
+                own = characters[0] if self._takes_blanks[int(ids[place])] else characters[1] - 1
+                trained[place] = any(start <= own < stop for start, stop in spans)
+        return ids, trained
+
+    def _row(self, ids: np.ndarray, trained: np.ndarray, end: bool) -> Row:
         if self._begin_id is not None and (not ids.size or ids[0] != self._begin_id):
             ids = np.concatenate([np.array([self._begin_id], dtype=np.int32), ids])
             trained = np.concatenate([np.array([False]), trained])

@@ -68,6 +68,7 @@ class RowLoader:
             tokenizer, settings.chat_template, settings.template_kwargs, settings.template_date
         )
         self._special = [token for token in self.encoder.special_tokens if token]
+        self._special_firsts = tuple({token[0] for token in self._special})
         self._special_starts = tuple({token[:2] for token in self._special})
 
     def load(self, batch: Sequence[Unread], first: int, source: Source) -> tuple[Block, SourceReport]:
@@ -158,10 +159,11 @@ class RowLoader:
 
     def _writes_special(self, said: str) -> bool:
         # Tokenizers have thousands of special tokens, which begin alike.
-        for start in self._special_starts:
-            if start in said:
-                return any(token in said for token in self._special)
-        return False
+        if not any(first in said for first in self._special_firsts):
+            return False
+        return any(start in said for start in self._special_starts) and any(
+            token in said for token in self._special
+        )
 
     def _tokens(self, parsed: Tokens, where: str) -> _Part:
         ids = np.array(parsed.ids, dtype=np.int64)

@@ -17,10 +17,11 @@ the probe stands before and after the answer. A turn that neither way finds exac
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
+from rpft.data.frame import Frame
 from rpft.data.messages import Chat
-from rpft.data.render import ChatRenderer, Span, refuse_left_out, with_plain_arguments
+from rpft.data.render import ChatRenderer, Span, refuse_left_out, with_empty_content, with_plain_arguments
 from rpft.errors import UserError
 
 TrainOn = Literal["assistant", "last_assistant", "all", "completion"]
@@ -45,7 +46,14 @@ def render_with_spans(
             )
     else:
         chosen = [i for i in _asked(train_on, chat, answers) if chat.trainable[i]]
-    text, spans = _spans_of(chosen, answers, chat, renderer, special_tokens, where)
+    try:
+        text, spans = _spans_of(chosen, answers, chat, renderer, special_tokens, where)
+    except UserError:
+        spelled = with_empty_content(chat)
+        if spelled is None:
+            raise
+        chat = spelled
+        text, spans = _spans_of(chosen, answers, chat, renderer, special_tokens, where)
     plain = with_plain_arguments(chat, text)
     if plain is not None:
         chat = plain
@@ -99,109 +107,65 @@ def _derive_all(
     special_tokens: list[str],
     where: str,
 ) -> list[Span]:
-    """The spans of the wanted turns. Of a long chat most are found by what stands around the first two.
+    """The spans of the wanted turns: by prefixes where nothing else tells, by what is known of the chat elsewhere.
 
-    Rendering a prefix for every turn would take time quadratic in the number of turns.
+    Rendering two prefixes for every turn would take time quadratic in the number of turns.
     """
-
-    def derive(turn: int) -> Span:
-        return _derive(turn, text, chat, renderer, special_tokens, where)
-
-    if len(wanted) < 4 or wanted != answers:
-        return [derive(turn) for turn in wanted]
-    spans = [derive(answers[0]), derive(answers[1])]
-    frame = _learn_frame(text, chat, answers[:2], spans)
-    for turn in answers[2:-1]:
-        framed = frame and _follow(frame, text, spans[-1][1], chat, turn)
-        spans.append(framed or derive(turn))
-    return [*spans, derive(answers[-1])]
-
-
-class _Frame(NamedTuple):
-    """What stands around a question and its answer: opening, question, prompt, lead, answer, tail, next opening.
-
-    What the model says is lead, answer and tail.
-    """
-
-    opening: str
-    prompt: str
-    lead: str
-    tail: str
-
-
-def _learn_frame(text: str, chat: Chat, turns: list[int], spans: list[Span]) -> _Frame | None:
-    """The frame of the second of two turns, where it can be told from what is in it."""
-    if not _is_plain_pair(chat, turns[1]):
-        return None
-    question, answer = (chat.messages[i]["content"] for i in (turns[1] - 1, turns[1]))
-    around_question = _around(text[spans[0][1] : spans[1][0]], question)
-    around_answer = _around(text[slice(*spans[1])], answer)
-    if around_question is None or around_answer is None:
-        return None
-    return _Frame(*around_question, *around_answer)
-
-
-def _follow(frame: _Frame, text: str, start: int, chat: Chat, turn: int) -> Span | None:
-    """The span of a turn whose question starts at ``start``, if exactly the frame stands around both."""
-    if not _is_plain_pair(chat, turn):
-        return None
-    for question in _printings(chat.messages[turn - 1]["content"]):
-        for answer in _printings(chat.messages[turn]["content"]):
-            before = frame.opening + question + frame.prompt
-            said = frame.lead + answer + frame.tail
-            if text.startswith(before + said + frame.opening, start):
-                return start + len(before), start + len(before) + len(said)
-    return None
-
-
-def _is_plain_pair(chat: Chat, turn: int) -> bool:
-    """Whether a turn answers a question that follows an answer, and both are nothing but text."""
-    roles = [message["role"] for message in chat.messages[max(0, turn - 2) : turn + 1]]
-    pair = chat.messages[turn - 1 : turn + 1]
-    return roles == ["assistant", "user", "assistant"] and all(
-        message.keys() == {"role", "content"} and message["content"] and "</think>" not in message["content"]
-        for message in pair
-    )
-
-
-def _printings(content: str) -> list[str]:
-    """A text as templates print it: as it is, or without the blanks around it."""
-    stripped = content.strip()
-    return [content] if stripped == content else [content, stripped]
-
-
-def _around(text: str, content: str) -> tuple[str, str] | None:
-    """What stands before and after a content that stands in a text once."""
-    for printed in _printings(content):
-        if printed and text.count(printed) == 1:
-            before, _, after = text.partition(printed)
-            return before, after
-    return None
+    if not wanted:
+        return []
+    frame = Frame(text, chat, special_tokens)
+    spans: dict[int, Span] = {}
+    # The last answer first: where a template prints all alike, it says how the others end.
+    for turn in [answers[-1], *answers[:-1]]:
+        span = frame.follow(turn) if turn != answers[-1] else None
+        if span is None:
+            span = _derive(turn, text, chat, renderer, special_tokens, where, frame) if turn in wanted else None
+        if span is not None:
+            frame.learn(turn, span)
+            spans[turn] = span
+    lost = next((turn for turn in wanted if turn not in spans), None)
+    if lost is not None:
+        raise UserError(
+            f"{where}: what the assistant says in message {lost} cannot be found exactly in the rendered "
+            "chat, because the chat template prints that turn in another way when messages follow or change. "
+            "Mark the answer with {% generation %} ... {% endgeneration %} in data.chat_template, or set "
+            "data.train_on: last_assistant or `train: false` on this message."
+        )
+    return [spans[turn] for turn in wanted]
 
 
 def _derive(
-    turn: int, text: str, chat: Chat, renderer: ChatRenderer, special_tokens: list[str], where: str
-) -> Span:
+    turn: int,
+    text: str,
+    chat: Chat,
+    renderer: ChatRenderer,
+    special_tokens: list[str],
+    where: str,
+    frame: Frame | None = None,
+) -> Span | None:
+    """The span of a turn by renderings of the chat, fewer with a frame; None where they give no exact place."""
     prompt = _prompt_before(turn, chat, renderer, where)
-    if prompt is not None and text.startswith(prompt):
+    if prompt is not None and not text.startswith(prompt):
+        prompt = None
+    if prompt is not None:
+        if frame is not None and (span := frame.answer_from(turn, len(prompt))):
+            return span
         last = turn == len(chat.messages) - 1
         upto = text if last else _prefix(chat, renderer, where, stop=turn + 1)
         if upto is not None and upto.startswith(prompt):
             said = _without_template_blanks(upto[len(prompt) :], chat.messages[turn])
             if text.startswith(said, len(prompt)):
-                return len(prompt), len(prompt) + len(said)
+                end = len(prompt) + len(said)
+                if last and renderer.always_prompts(chat, turn, prompt):
+                    probed = _probe(turn, text, chat, renderer, special_tokens, where)
+                    if probed is not None and prompt.endswith(text[probed[1] :]):
+                        end = probed[1]  # What follows is the prompt for an answer that nobody gives.
+                return len(prompt), end
     probed = _probe(turn, text, chat, renderer, special_tokens, where)
     if probed is None:
-        raise UserError(
-            f"{where}: what the assistant says in message {turn} cannot be found exactly in the rendered "
-            "chat, because the chat template prints that turn in another way when messages follow or change. "
-            "Mark the answer with {% generation %} ... {% endgeneration %} in data.chat_template, or set "
-            "data.train_on: last_assistant or `train: false` on this message."
-        )
+        return None
     start, end = probed
-    if prompt is not None and text.startswith(prompt) and len(prompt) <= end:
-        start = len(prompt)
-    return start, end
+    return (len(prompt), end) if prompt is not None and len(prompt) <= end else (start, end)
 
 
 def _prompt_before(turn: int, chat: Chat, renderer: ChatRenderer, where: str) -> str | None:

@@ -50,6 +50,11 @@ def parse_messages(entries: Any, where: str) -> tuple[list[dict[str, Any]], list
     return messages, trainable
 
 
+def is_plain(message: dict[str, Any]) -> bool:
+    """Whether a message is a role and a text, and nothing else."""
+    return len(message) == 2 and isinstance(message["content"], str)
+
+
 def _parse_message(entry: dict[str, Any], place: str) -> tuple[dict[str, Any], bool]:
     if "role" not in entry and "from" in entry:
         entry = _from_sharegpt(entry, place)

@@ -32,12 +32,13 @@ def render_page(
     title: str,
     dataset: Dataset,
     evaluation: Sequence[SourceReport],
+    lines: Sequence[str],
     figures: Preview,
     first_rows: Sequence[tuple[str, Row]],
     tokenizer: Any,
     max_seq_len: int,
 ) -> str:
-    """The page. first_rows: (place, row) of those that are shown beside the strangest."""
+    """The page. lines: what to say of evaluation rows; first_rows: (place, row) of others than the strangest."""
     parts = [
         "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>",
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>",
@@ -48,6 +49,7 @@ def render_page(
     ]
     if evaluation:
         parts.append(_table("Evaluation", evaluation))
+    parts += [f"<p>{escape(line)}</p>" for line in lines]
     parts.append(_figures(dataset, figures, max_seq_len))
     parts.append("<h2>First rows</h2>")
     parts += [_row(where, "", row, tokenizer) for where, row in first_rows]

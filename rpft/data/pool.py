@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -35,61 +36,69 @@ _loader: RowLoader | None = None
 """Of a helping process."""
 
 
-def load_blocks(
-    stream: Iterator[Unread],
-    source: Source,
-    tokenizer: Any,
-    settings: DataSettings,
-    processes: int,
-    alone_rows: int = _ALONE_ROWS,
-) -> Iterator[tuple[Block, SourceReport]]:
-    """Blocks of tokens and their counts, in the order of ``stream``.
+class TokenPool:
+    """Tokenises sources, alone or with helping processes, which serve one source after the other.
 
-    But for where blocks end, what is yielded does not depend on ``processes``.
+    Leaving it as a context ends the helpers.
     """
-    loader = RowLoader(tokenizer, settings)
-    first = 0
-    while first < alone_rows or processes < 2:
-        batch = list(islice(stream, BATCH_ROWS))
-        if not batch:
-            return
-        block, report = loader.load(batch, first, source)
-        # The source's first row has said the format.
-        source = _of_format(source, report)
-        first += len(batch)
-        yield block, report
-    yield from _in_processes(stream, first, source, tokenizer, settings, processes)
 
+    def __init__(
+        self, tokenizer: Any, settings: DataSettings, processes: int, alone_rows: int = _ALONE_ROWS
+    ) -> None:
+        self._loader = RowLoader(tokenizer, settings)
+        self._start_with = (tokenizer, settings)
+        self._processes = processes
+        self._alone_rows = alone_rows if processes > 1 else sys.maxsize
+        self._helpers: ProcessPoolExecutor | None = None
 
-def _of_format(source: Source, report: SourceReport) -> Source:
-    return source if source.format != "auto" else replace(source, format=report.format)
+    def __enter__(self) -> TokenPool:
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        if self._helpers is not None:
+            self._helpers.shutdown(wait=True, cancel_futures=True)
 
-def _in_processes(
-    stream: Iterator[Unread], first: int, source: Source, tokenizer: Any, settings: DataSettings, processes: int
-) -> Iterator[tuple[Block, SourceReport]]:
-    # Not forked: the tokenizer's threads and torch's would be forked with their locks held.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(processes, context, _start, (tokenizer, settings))
-    sent: deque[Future[tuple[Block, SourceReport]]] = deque()
-    try:
-        more = True
-        while more or sent:
-            while more and len(sent) < _TASKS_A_PROCESS * processes:
-                batch = list(islice(stream, _TASK_ROWS))
-                more = len(batch) == _TASK_ROWS
-                if batch:
-                    sent.append(pool.submit(_load, batch, first, source))
-                    first += len(batch)
-            if sent:
-                yield sent.popleft().result()
-    except BrokenProcessPool as error:
-        raise UserError(
-            "a process that tokenises was ended from outside, most often for want of memory; set data.processes"
-            " to a smaller number"
-        ) from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    def blocks(self, stream: Iterator[Unread], source: Source) -> Iterator[tuple[Block, SourceReport]]:
+        """Blocks of tokens and their counts, in the order of ``stream``.
+
+        But for where blocks end, what is yielded does not depend on the number of processes.
+        """
+        first = 0
+        # The source's first row says the format.
+        while first < self._alone_rows and (self._helpers is None or source.format == "auto"):
+            batch = list(islice(stream, BATCH_ROWS))
+            if not batch:
+                return
+            block, report = self._loader.load(batch, first, source)
+            source = source if source.format != "auto" else replace(source, format=report.format)
+            first += len(batch)
+            yield block, report
+        yield from self._helped(stream, first, source)
+
+    def _helped(
+        self, stream: Iterator[Unread], first: int, source: Source
+    ) -> Iterator[tuple[Block, SourceReport]]:
+        if self._helpers is None:
+            # Not forked: the tokenizer's threads and torch's would be forked with their locks held.
+            context = multiprocessing.get_context("spawn")
+            self._helpers = ProcessPoolExecutor(self._processes, context, _start, self._start_with)
+        sent: deque[Future[tuple[Block, SourceReport]]] = deque()
+        try:
+            more = True
+            while more or sent:
+                while more and len(sent) < _TASKS_A_PROCESS * self._processes:
+                    batch = list(islice(stream, _TASK_ROWS))
+                    more = len(batch) == _TASK_ROWS
+                    if batch:
+                        sent.append(self._helpers.submit(_load, batch, first, source))
+                        first += len(batch)
+                if sent:
+                    yield sent.popleft().result()
+        except BrokenProcessPool as error:
+            raise UserError(
+                "a process that tokenises was ended from outside, most often for want of memory; set"
+                " data.processes to a smaller number"
+            ) from error
 
 
 def _start(tokenizer: Any, settings: DataSettings) -> None:

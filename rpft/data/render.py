@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import jinja2
 
-from rpft.data.messages import Chat
-from rpft.data.templates import PINNED_DATE, pin_date
+from rpft.data.messages import Chat, is_plain
+from rpft.data.templates import PINNED_DATE, compile_template, pin_date
 from rpft.errors import UserError
 
 Span = tuple[int, int]
@@ -66,6 +66,9 @@ class ChatRenderer:
                 " variable of the template here. Remove it."
             )
         self._day = day
+        self._variables = {**tokenizer.special_tokens_map, **self._kwargs}
+        self._is_compiled_alike: dict[str, bool] = {}
+        self._always_prompts: dict[tuple[str, str], bool] = {}
         self.prints_date = False
         """Whether a template that was used asks for today's date."""
 
@@ -78,7 +81,44 @@ class ChatRenderer:
 
         Raises UserError naming ``where`` when the template refuses the messages.
         """
-        return self._apply(self._template(chat), chat.messages[:stop], chat.tools, where, prompt)
+        template, messages = self._template(chat), chat.messages[:stop]
+        if stop is not None and chat.tools is None and all(map(is_plain, messages)):
+            compiled = self._compiled(template, chat, where)
+            if compiled is not None:
+                return self._guarded(lambda: self._quickly(compiled, messages, prompt), messages, where)
+        return self._apply(template, messages, chat.tools, where, prompt)
+
+    def always_prompts(self, chat: Chat, turn: int, prompt: str) -> bool:
+        """Whether the template prints ``prompt``, which stands before a turn, without being asked for one."""
+        key = self._template(chat), chat.messages[turn - 1]["role"]
+        if key not in self._always_prompts:
+            self._always_prompts[key] = self.render(chat, "", stop=turn) == prompt
+        return self._always_prompts[key]
+
+    def _compiled(self, template: str, chat: Chat, where: str) -> jinja2.Template | None:
+        """The template as compiled here, for beginnings of a chat; None where it prints otherwise than elsewhere.
+
+        ``apply_chat_template`` copies and looks through all that it is given, which takes longer than rendering.
+        What is trained never rests on this alone: a beginning counts where the whole text, which transformers
+        renders, has it.
+        """
+        compiled = compile_template(template)
+        alike = self._is_compiled_alike.get(template)
+        if alike is None:
+            messages = chat.messages[:1]
+            try:
+                alike = self._quickly(compiled, messages, True) == self._apply(
+                    template, messages, None, where, True
+                )
+            except Exception:
+                return None  # This chat says nothing of how they compare.
+            self._is_compiled_alike[template] = alike
+        return compiled if alike else None
+
+    def _quickly(self, compiled: jinja2.Template, messages: list[dict[str, Any]], prompt: bool) -> str:
+        return compiled.render(
+            messages=messages, tools=None, documents=None, add_generation_prompt=prompt, **self._variables
+        )
 
     def render_marked(self, chat: Chat, where: str) -> tuple[str, list[Span]]:
         """The text of a chat, and the character spans inside the template's generation marks."""
@@ -129,15 +169,22 @@ class ChatRenderer:
     def _apply(
         self, template: str, messages: list[dict[str, Any]], tools: list[Any] | None, where: str, prompt: bool
     ) -> str:
-        try:
-            return self._tokenizer.apply_chat_template(
+        return self._guarded(
+            lambda: self._tokenizer.apply_chat_template(
                 messages,
                 tools=tools,
                 chat_template=template,
                 add_generation_prompt=prompt,
                 tokenize=False,
                 **self._kwargs,
-            )
+            ),
+            messages,
+            where,
+        )
+
+    def _guarded(self, rendering: Callable[[], str], messages: list[dict[str, Any]], where: str) -> str:
+        try:
+            return rendering()
         except jinja2.TemplateSyntaxError as error:
             raise UserError(
                 f"The chat template (data.chat_template) is not valid jinja, line {error.lineno}: {error.message}"
@@ -214,12 +261,24 @@ def _thought(message: dict[str, Any]) -> str:
     return content.partition("</think>")[0].rpartition("<think>")[2].strip()
 
 
+def with_empty_content(chat: Chat) -> Chat | None:
+    """The chat with an empty text in place of a null beside tool calls; None where there is none.
+
+    Templates differ in which of the two they take, and newer versions of transformers take nulls out.
+    """
+    if all(message["content"] is not None for message in chat.messages):
+        return None
+    return replace(chat, messages=[{**m, "content": ""} if m["content"] is None else m for m in chat.messages])
+
+
 def with_plain_arguments(chat: Chat, text: str) -> Chat | None:
     """The chat with arguments of tool calls as objects, where ``text`` has them as JSON within JSON; else None.
 
     OpenAI's format writes arguments as the text of a JSON object. Templates that expect an object print such a
     text with quotes and backslashes, which no model is meant to say.
     """
+    if not any("tool_calls" in message for message in chat.messages):
+        return None
     found = False
     messages = []
     for message in chat.messages:

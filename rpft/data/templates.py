@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 import re
 from datetime import date
 from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.sandbox
 
 from rpft.errors import UserError
 
@@ -58,3 +63,25 @@ def pin_date(template: str, day: str) -> tuple[str, bool]:
             " rows. Write the date into a copy of the template and name that in data.chat_template."
         )
     return text, count > 0
+
+
+@functools.lru_cache(maxsize=16)
+def compile_template(template: str) -> jinja2.Template:
+    """A chat template in the surroundings that transformers documents for them, without marks and dates."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    compiled = environment.from_string(template)
+    # Every rendering copies them, and out of the chain of mappings that they come in this takes most of its time.
+    compiled.globals = dict(compiled.globals)
+    return compiled
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **how)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

@@ -17,7 +17,7 @@ from rpft.data.dataset import Dataset, DataSettings, Loading, load_dataset
 from rpft.data.packing import choose_microbatches, pack_lengths
 from rpft.data.padding import choose_pad_lengths
 from rpft.data.progress import LoadingProgress
-from rpft.data.rows import ChosenRows, lengths_of
+from rpft.data.rows import ChosenRows, Row, lengths_of
 from rpft.data.selection import count_shared, hold_out, weigh
 from rpft.data.sources import Source
 from rpft.data.templates import read_template
@@ -157,10 +157,9 @@ def load_data(recipe: schema.Recipe, folder: Path, few_shapes: bool, positions: 
     _refuse_pairs(data, held_out)
     train, source_of = data, np.repeat(np.arange(len(data.reports)), [r.trained_rows for r in data.reports])
     if spec.eval_fraction or spec.eval_rows:
-        train_rows, eval_rows = hold_out(len(data.rows), _num_held_out(spec, len(data.rows)), settings_train.seed)
-        train = Dataset(ChosenRows(data.rows, train_rows), data.reports)
-        held_out = Dataset(ChosenRows(data.rows, eval_rows), data.reports)
-        source_of = source_of[train_rows]
+        train_rows, eval_rows = split_rows(spec, data.rows, settings_train.seed)
+        train, held_out = Dataset(train_rows, data.reports), Dataset(eval_rows, data.reports)
+        source_of = source_of[train_rows.indices]
     taken = weigh(source_of, [entry.weight for entry in spec.train], settings_train.seed)
     lengths = lengths_of(train.rows)[taken]
     if spec.packing:
@@ -187,6 +186,12 @@ def load_data(recipe: schema.Recipe, folder: Path, few_shapes: bool, positions: 
         few_shapes,
         _notes(spec, data, train, held_out, taken),
     )
+
+
+def split_rows(spec: schema.Data, rows: Sequence[Row], seed: int) -> tuple[ChosenRows, ChosenRows]:
+    """(training rows, rows that data.eval_fraction or data.eval_rows holds out of them)."""
+    train_rows, eval_rows = hold_out(len(rows), _num_held_out(spec, len(rows)), seed)
+    return ChosenRows(rows, train_rows), ChosenRows(rows, eval_rows)
 
 
 def _refuse_pairs(*data: Dataset | None) -> None:

@@ -63,6 +63,11 @@ CHANNELS = (
     "{{ m.content }}{{ eos_token if loop.last and m.role == 'assistant' else '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|head|>assistant' }}{% endif %}"
 )
+# Prints the header of a further answer after every chat, as Llama 3 did at first.
+ALWAYS_PROMPTS = (
+    "{% for m in messages %}{{ '<|head|>' + m.role + '<|/head|>' + m.content + '<|im_end|>' }}{% endfor %}"
+    "{{ '<|head|>assistant<|/head|>' }}"
+)
 # Has no end token: a line end is all that follows an answer.
 LINES = "{% for m in messages %}{{ m.content + '\n' }}{% endfor %}"
 

@@ -158,9 +158,10 @@ def test_processes_change_neither_rows_nor_counts_and_their_errors_arrive(make_t
         """Everything up to the row that cannot be read."""
         blocks, report, said = [], dataset.SourceReport(source.path), ""
         try:
-            for block, part in pool.load_blocks(unread_rows(source), source, tokenizer, settings, processes, 1):
-                blocks.append(block)
-                report.add(part)
+            with pool.TokenPool(tokenizer, settings, processes, alone_rows=1) as helpers:
+                for block, part in helpers.blocks(unread_rows(source), source):
+                    blocks.append(block)
+                    report.add(part)
         except UserError as error:
             said = str(error)
         assert "rows.jsonl:601: " in said

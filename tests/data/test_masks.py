@@ -5,6 +5,7 @@ import pytest
 from chat_kinds import chat
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from rpft.data.dataset import DataSettings, explain_row, load_dataset
 from rpft.data.formats import parse_row
@@ -62,6 +63,7 @@ def test_chatml_without_marks_trains_answers_and_their_end_token(make_tokenizer,
         (kinds.THINKING, ["Yo there<|im_end|>", "<think>\n\n</think>\n\nPong<|im_end|>"]),
         (kinds.END_AT_END, ["Yo there<|im_end|>", "Pong<|im_end|>\n<|endoftext|>"]),
         (kinds.CHANNELS, ["<|/head|>final:Yo there<|im_end|>", "<|/head|>final:Pong<|endoftext|>"]),
+        (kinds.ALWAYS_PROMPTS, ["Yo there<|im_end|>", "Pong<|im_end|>"]),
         (kinds.LINES, ["Yo there\n", "Pong\n"]),
     ],
 )
@@ -192,6 +194,25 @@ def test_tool_calls_are_trained_and_tool_answers_are_not(make_tokenizer, trained
     pieces, _ = trained(row, make_tokenizer(kinds.CHATML_TOOLS))
     printed = '{"name": "add", "arguments": {"x": 1, "zip": "00701"}}'
     assert pieces == [f"<call>{printed}</call><|im_end|>", "Two<|im_end|>"]
+
+
+def test_a_call_beside_a_null_is_printed_by_a_template_that_wants_text_there(make_tokenizer, trained):
+    template = kinds.CHATML_TOOLS.replace("(message.content or '')", "message.content | trim")
+    template = template.replace(
+        "{{ '<|im_start|>", "{% if '</think>' in message.content %}{% endif %}{{ '<|im_start|>"
+    )
+    row = chat("U Ping", "A ", "T 2", "A Two")
+    row["messages"][1] = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
+    assert trained(row, make_tokenizer(template))[0] == ['<call>{"name": "add"}</call><|im_end|>', "Two<|im_end|>"]
+
+
+def test_blanks_that_a_special_token_takes_from_an_answer_do_not_train_it(make_tokenizer, trained):
+    tokenizer = make_tokenizer(
+        kinds.CHATML.replace("'<|im_start|>' + message['role'] + '\n'", "'<|' + message['role'] + '|>\n'")
+    )
+    header = AddedToken("<|assistant|>", rstrip=True, special=True, normalized=False)
+    tokenizer.add_tokens([header], special_tokens=True)
+    assert trained(chat("U Hi", "A  Yo"), tokenizer)[0] == ["Yo<|im_end|>"]
 
 
 @pytest.mark.parametrize("content", [None, ""])
@@ -357,6 +378,17 @@ def test_the_turns_of_a_long_chat_are_found_with_few_renderings(make_tokenizer, 
     assert taken <= 10
 
 
+def test_turns_of_one_role_in_a_row_and_answers_left_out_need_few_renderings(make_tokenizer):
+    turns = [f"{'UUUAAUAUUA'[i % 10]} said {i}" for i in range(200)] + ["A said last"]
+    row = chat(*turns)
+    for message in row["messages"][3::30]:
+        if message["role"] == "assistant":
+            message["train"] = False
+    spans, exact, taken = derived(row, make_tokenizer(), kinds.CHATML)
+    assert spans == exact
+    assert taken <= 20
+
+
 @given(
     said=st.lists(
         st.sampled_from(["a", " a ", "user", "<|im_end|>", "<|im_end|>\n<|im_start|>user\na", "\n"]),
@@ -373,6 +405,9 @@ def test_text_that_looks_like_a_turn_does_not_mislead(make_tokenizer, said, temp
     """Messages that hold the template's own words, and tool turns among them."""
     assume(any(text.strip() for text in said[1::2]))  # else there is nothing to learn, and the chat is dropped
     turns = [f"{'UA'[i % 2]} {text}" for i, text in enumerate(said)]
+    if data.draw(st.booleans()):
+        turns.insert(1, "U b")
+        turns.insert(data.draw(st.integers(2, len(turns) - 1)), "A b")
     if data.draw(st.booleans()):
         turns.insert(data.draw(st.integers(1, len(turns) - 1)), "T 2")
     spans, exact, _ = derived(chat(*turns), _one_tokenizer(make_tokenizer), template)

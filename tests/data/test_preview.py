@@ -117,6 +117,16 @@ def test_evaluation_rows_that_are_trained_on_are_counted(preview, tmp_path):
     ran = preview(ROWS, eval=[str(held_out)])
     assert "2 of 3 evaluation rows are also training rows" in ran.out
     assert "(messages): 3 of 3 rows trained on" in ran.out
+    assert preview(ROWS, "--html", str(tmp_path / "a.html"), eval=[str(held_out)]).code == 0
+    page = (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert "2 of 3 evaluation rows are also training rows" in page
+
+
+def test_rows_that_are_held_out_and_stand_among_the_training_rows_too_are_counted(preview):
+    rows = [said("the", "yes")] * 4
+    ran = preview(rows, eval_rows=1)
+    assert "1 of 4 rows are held out for evaluation" in ran.out
+    assert "1 of 1 evaluation rows are also training rows" in ran.out
 
 
 def test_settings_of_the_recipe_and_changes_reach_the_rows(preview):

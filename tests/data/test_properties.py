@@ -11,6 +11,7 @@ from rpft.data.loader import DataSettings, RowLoader
 from rpft.data.report import SourceReport
 from rpft.data.sources import Source, Unread
 from rpft.data.templates import read_template
+from rpft.data.token_bytes import TokenBytes
 
 # What is said stands between « and », which no generated text holds.
 WORDS = st.text(
@@ -111,7 +112,7 @@ def test_the_text_of_a_row_is_that_of_the_template(loaders, messages):
     max_examples=60, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_a_token_is_trained_when_one_of_its_characters_is(make_tokenizer, trim_offsets, text, data):
-    """Asking for the ends of spans gives what looking at all offsets gives."""
+    """Asking for the ends of spans, and counting bytes of tokens, give what looking at all offsets gives."""
     core = tokenizer_of(make_tokenizer, trim_offsets).backend_tokenizer
     edges = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     spans = list(zip(edges[::2], edges[1::2], strict=False))
@@ -119,6 +120,16 @@ def test_a_token_is_trained_when_one_of_its_characters_is(make_tokenizer, trim_o
     offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
     expected = _overlaps(offsets, [span for span in spans if span[0] < span[1]])
     assert _trained(encoding, len(encoding.ids), spans).tolist() == expected.tolist()
+    # Trimmed offsets do not say that a token starts with a blank; bytes do.
+    whole = tokenizer_of(make_tokenizer, False).backend_tokenizer.encode(text, add_special_tokens=False)
+    offsets = np.array(whole.offsets, dtype=np.int64).reshape(-1, 2)
+    table = TokenBytes.of(core)
+    assert table is not None
+    counted = table.trained(np.array(encoding.ids, dtype=np.int32), text, spans)
+    if not text:
+        return
+    assert counted is not None
+    assert counted.tolist() == _overlaps(offsets, [span for span in spans if span[0] < span[1]]).tolist()
 
 
 _made = {}
