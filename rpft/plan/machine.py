@@ -32,7 +32,7 @@ ACHIEVED = 0.71
 
 _PASSES: dict[KernelKind, tuple[float, float]] = {"eager": (30, 5), "trace": (30, 5), "compile": (8, 3)}
 """How often what is no product reads or writes a hidden state, and a widened one, in a block's forward: norms,
-rotary tables, residuals, activations. Rough: counted for the compiled ones; the others chosen so that the published
+rotary tables, residuals, activations. Rough: counted for the compiled ones; the others chosen so that published
 times of 8B's and 32B's blocks come out about right (docs/planning.md)."""
 
 _UPDATE_SHARE = 0.75
