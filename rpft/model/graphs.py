@@ -36,6 +36,17 @@ KernelKind = Literal["eager", "trace", "compile"]
 TensorFunction = Callable[..., tuple[torch.Tensor, ...]]
 """Tensors to a tuple of tensors; may add to some of its arguments in place, and depends on nothing else."""
 
+_VIEWS = (
+    torch.ops.aten.t.default,
+    torch.ops.aten.view.default,
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.reshape.default,
+    torch.ops.aten.transpose.int,
+    torch.ops.aten.permute.default,
+    torch.ops.aten.detach.default,
+    torch.ops.aten.alias.default,
+)
+
 _ONE_AT_A_TIME = threading.Lock()
 """torch's tracing and compiling keep state that belongs to the process."""
 
@@ -265,13 +276,25 @@ class JointGraph:
         for node in inputs:
             made[node] = graph.placeholder(node.name)
             made[node].meta = dict(node.meta)
-        ends = {*outputs, *effects}
-        needed = set(_needed(ends, inputs))
+        needed = set(_needed([*outputs, *effects], inputs))
+        waiting = {effect: _sources(effect) & needed & self._backward_nodes for effect in effects}
+
+        def make(end: fx.Node) -> None:
+            for node in _in_order(end, made):
+                made[node] = graph.node_copy(node, lambda n: made[n])
+
+        # What is recomputed runs right before its first use, and what is added to a sum is added at once: tensors
+        # take memory from the one to the other.
         for wanted in self._module.graph.nodes:
-            # What is recomputed runs right before its first use: only then does it take memory.
-            if wanted not in made and (wanted in ends or (wanted in needed and wanted in self._backward_nodes)):
-                for node in _in_order(wanted, made):
-                    made[node] = graph.node_copy(node, lambda n: made[n])
+            if wanted in waiting or wanted in made:
+                continue
+            if wanted in outputs or (wanted in needed and wanted in self._backward_nodes):
+                make(wanted)
+                for effect in [each for each, sources in waiting.items() if all(s in made for s in sources)]:
+                    make(effect)
+                    del waiting[effect]
+        for effect in waiting:
+            make(effect)
         graph.output(tuple(made[node] for node in outputs))
         return fx.GraphModule(self._module, graph)
 
@@ -359,6 +382,18 @@ def _needed(ends: Iterable[fx.Node], inputs: Iterable[fx.Node]) -> list[fx.Node]
                 found[source] = None
                 stack.append(source)
     return [node for node in found if node not in given]
+
+
+def _sources(node: fx.Node) -> set[fx.Node]:
+    """The nodes that hold the data which ``node`` reads, whatever views lie between."""
+    found, stack = set(), list(node.all_input_nodes)
+    while stack:
+        source = stack.pop()
+        if source.target in _VIEWS:
+            stack += source.all_input_nodes
+        else:
+            found.add(source)
+    return found
 
 
 def _in_order(end: fx.Node, made: Container[fx.Node]) -> Iterator[fx.Node]:

@@ -72,10 +72,11 @@ def test_attention_is_never_cut(checkpoint, small_parts):
             assert cut == ["mlp"], family
 
 
-def test_a_part_is_recomputed_right_before_its_backward(checkpoint, small_parts):
+@pytest.mark.parametrize("kernels", ["trace", "compile"])
+def test_a_part_is_recomputed_right_before_its_backward_and_added_right_after(kernels, checkpoint, small_parts):
     """So that what one part makes is gone when the next is made."""
     loaded = load(checkpoint("llama"))
-    functions = functions_of(loaded, kernels="trace")
+    functions = functions_of(loaded, kernels=kernels)
     batch, hidden = batch_of(random_ids(2, 16)), torch.randn(2, 16, 64)
     block, own, call = functions._block(1, loaded.store.layer_weights(1), batch)
     traced = block._traced(hidden, own, call, None, True)
