@@ -22,6 +22,8 @@ from rpft import __version__
 from rpft.cli.bench import bench
 from rpft.cli.data import data
 from rpft.cli.doctor import doctor
+from rpft.cli.export import export
+from rpft.cli.generate import generate
 from rpft.cli.plan import plan
 from rpft.cli.profile import profile
 from rpft.cli.recipes import app as recipes_app
@@ -78,6 +80,8 @@ app.add_typer(recipes_app, name="recipes")
 app.command("bench")(bench)
 app.command("data")(data)
 app.command("doctor")(doctor)
+app.command("export")(export)
+app.command("generate")(generate)
 app.command("plan")(plan)
 app.command("profile")(profile)
 app.command("train", cls=TrainCommand)(train)

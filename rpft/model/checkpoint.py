@@ -124,6 +124,10 @@ class Checkpoint:
         """Tensor names as they stand in the files, file by file; of a quantised weight its own."""
         return (name for name in self._file_of if name not in self.stored.parts)
 
+    def files(self) -> set[Path]:
+        """The safetensors files."""
+        return set(self._file_of.values())
+
     def read(self, name: str) -> torch.Tensor:
         """One tensor, a view of the mapped file; a quantised one dequantised, in float32."""
         if name in self.stored.weights:
@@ -173,7 +177,7 @@ def load_checkpoint(
     for name, buffer in buffers.items():
         store.write(name, buffer)  # the model's own value, until the file has another
     packed = {name: p for name, target in targets.items() if (p := store.packed(target)) is not None}
-    sources, unexpected = _plan_reads(checkpoint, skeleton, targets, packed)
+    sources, unexpected = plan_reads(checkpoint, skeleton, targets, packed)
     loaded: set[str] = set()
 
     def store_read(read: ReadTensors) -> list[str]:
@@ -234,7 +238,7 @@ def _store_tensors(folder: Path, read: ReadTensors, targets: dict[str, str], sto
     return stored
 
 
-def _plan_reads(
+def plan_reads(
     checkpoint: Checkpoint, skeleton: Skeleton, targets: dict[str, str], packed: dict[str, PackedWeight]
 ) -> tuple[dict[str, ReadTensors], set[str]]:
     """(first target of a read -> what reads it, names in the file that the model has no place for).

@@ -6,7 +6,8 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +31,32 @@ def save_model(
     ``config`` is the checkpoint's, as read; its generation_config.json is copied as it is. A tied weight is
     written once, under its first name, as transformers does.
     """
-    config = copy.deepcopy(config)
-    config.dtype = skeleton.model.dtype
-    config.save_pretrained(folder)
+    write_config(config, skeleton.model.dtype, folder)
     generation = Path(config.name_or_path) / "generation_config.json"
     if generation.is_file():
         shutil.copyfile(generation, folder / generation.name)
+    write_layers(skeleton, _layers_of(store), folder, shard_bytes)
+
+
+def write_config(config: Any, dtype: torch.dtype, folder: Path) -> None:
+    """Writes ``config`` as that of weights in ``dtype``."""
+    config = copy.deepcopy(config)
+    config.dtype = dtype
+    config.save_pretrained(folder)
+
+
+def write_shards(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int) -> None:
+    """Writes ``tensors``, by name, as safetensors files of at most ``shard_bytes``, or one tensor, with an index.
+
+    A single file has no index. One shard of them is held at a time.
+    """
     shards: list[tuple[Path, list[str]]] = []
     total = 0
-    for tensors in _shards(_checkpoint_tensors(skeleton, store), shard_bytes):
+    for held in _shards(tensors, shard_bytes):
         path = folder / f"model-{len(shards) + 1:05d}.safetensors"
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
-        total += sum(t.numel() * t.element_size() for t in tensors.values())
-        shards.append((path, list(tensors)))
+        save_file({name: tensor.contiguous() for name, tensor in held.items()}, path, {"format": "pt"})
+        total += sum(t.numel() * t.element_size() for t in held.values())
+        shards.append((path, list(held)))
     if len(shards) == 1:
         shards[0][0].rename(folder / "model.safetensors")
         return
@@ -55,20 +69,29 @@ def save_model(
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
 
 
-def _checkpoint_tensors(skeleton: Skeleton, store: HostStore) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) as a checkpoint file of the family has them, a layer at a time."""
+def write_layers(
+    skeleton: Skeleton, layers: Iterable[dict[str, torch.Tensor]], folder: Path, shard_bytes: int
+) -> None:
+    """Writes ``layers`` into ``folder``, as ``write_shards`` does, under the names that the family's files have.
+
+    Each layer is given by its tensors' names in the plain model.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
+    named = (pair for own in layers for pair in revert_weight_conversion(skeleton.model, own).items())
+    write_shards(named, folder, shard_bytes)
+
+
+def _layers_of(store: HostStore) -> Iterator[dict[str, torch.Tensor]]:
     for layer in store.layers:
-        own = {
+        yield {
             spec.checkpoint_name: store.tensor(spec.name)
             for spec, _ in layer.layout.own.values()
             if spec.checkpoint_name is not None
         }
-        yield from revert_weight_conversion(skeleton.model, own).items()
 
 
-def _shards(tensors: Iterator[tuple[str, torch.Tensor]], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+def _shards(tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
     shard: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in tensors:
@@ -84,18 +107,29 @@ def _shards(tensors: Iterator[tuple[str, torch.Tensor]], shard_bytes: int) -> It
 def save_result(
     folder: Path, skeleton: Skeleton, store: HostStore, config: Any, tokenizer: Any, peft_model: Any | None
 ) -> None:
-    """Writes the trained model (with ``peft_model``: the adapter) and the tokenizer; replaces ``folder`` whole.
+    """Writes the trained model (with ``peft_model``: the adapter) and the tokenizer; replaces ``folder`` whole."""
+    with written_whole(folder) as fresh:
+        if peft_model is None:
+            save_model(skeleton, store, config, fresh)
+        else:
+            save_lora(peft_model, store, fresh)
+        tokenizer.save_pretrained(fresh)
 
-    Everything goes to a folder beside it first, so that what stood there is whole until the new one is.
+
+@contextmanager
+def written_whole(folder: Path) -> Iterator[Path]:
+    """A folder to write to, which takes the place of ``folder`` when all went well.
+
+    What stood there is whole until the new one is; of one that fails nothing is left.
     """
     fresh = folder.with_name(folder.name + ".partial")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
-    if peft_model is None:
-        save_model(skeleton, store, config, fresh)
-    else:
-        save_lora(peft_model, store, fresh)
-    tokenizer.save_pretrained(fresh)
+    try:
+        yield fresh
+    except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise
     _replace(fresh, folder)
 
 

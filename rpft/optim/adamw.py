@@ -8,7 +8,9 @@ from itertools import pairwise
 
 import torch
 
+from rpft.model.adapters import learns_faster
 from rpft.model.host_store import HostLayer
+from rpft.model.layout import ALIGNMENT_ELEMENTS, align
 from rpft.optim.kernels import Weights
 from rpft.optim.one_pass import OnePass
 
@@ -23,6 +25,8 @@ class AdamW:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
+    fast_ratio: float = 1.0
+    """Learning rate of LoRA+'s faster parameters over that of the others."""
 
     def update(
         self,
@@ -41,13 +45,15 @@ class AdamW:
         the copy of the working weights that belongs to the masters, ``target`` the one that will.
         """
         before, after = layer.copy(source), layer.copy(target)
-        for part, gradients in gradient_parts(layer, borrowed):
+        fast = fast_parts(layer) if self.fast_ratio != 1.0 else []
+        for part, gradients in gradient_parts(layer, borrowed, fast):
+            ratio = self.fast_ratio if any(f.start <= part.start < f.stop for f in fast) else 1.0
             kernels.adamw_pass(
                 gradients,
                 Weights(before[part], after[part], layer.master[part] if len(layer.master) else None),
                 layer.exp_avg[part],
                 layer.exp_avg_sq[part],
-                learning_rate=learning_rate,
+                learning_rate=learning_rate * ratio,
                 betas=self.betas,
                 eps=self.eps,
                 weight_decay=self.weight_decay if part.start < layer.layout.num_decayed else 0.0,
@@ -57,12 +63,29 @@ class AdamW:
         layer.latest = target
 
 
+def fast_parts(layer: HostLayer) -> list[slice]:
+    """The layer's trained elements that learn faster with LoRA+, in order; neighbours are one part."""
+    parts: list[slice] = []
+    for spec, byte_offset in layer.layout.own.values():
+        if not spec.trained or not learns_faster(spec.name, len(spec.shape)):
+            continue
+        start = byte_offset // spec.dtype.itemsize
+        stop = start + align(spec.num_elements, ALIGNMENT_ELEMENTS)
+        if parts and parts[-1].stop == start:
+            start = parts.pop().start
+        parts.append(slice(start, stop))
+    return parts
+
+
 def gradient_parts(
-    layer: HostLayer, borrowed: Sequence[BorrowedGradient]
+    layer: HostLayer, borrowed: Sequence[BorrowedGradient], apart: Sequence[slice] = ()
 ) -> Iterator[tuple[slice, list[torch.Tensor]]]:
-    """The layer's trained elements in parts that decay alike, each with its gradients, which are to be added."""
+    """The layer's trained elements in parts that decay alike, each with its gradients, which are to be added.
+
+    No part is partly in one of ``apart``.
+    """
     cuts = {0, layer.layout.num_decayed, layer.layout.num_trained}
-    for part, _ in borrowed:
+    for part in [*(part for part, _ in borrowed), *apart]:
         cuts |= {part.start, part.stop}
     ordered = sorted(cuts)
     for start, stop in pairwise(ordered):

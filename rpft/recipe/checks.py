@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from rpft.recipe.schema import Checkpoint, Data, Engine, Model, Train
+    from rpft.recipe.schema import Adapter, Checkpoint, Data, Engine, Model, Train
 
 
 class Conflict(NamedTuple):
@@ -19,6 +19,7 @@ class Conflict(NamedTuple):
 def find_conflicts(
     model: Model | None,
     data: Data | None,
+    adapter: Adapter | None,
     train: Train | None,
     engine: Engine | None,
     checkpoint: Checkpoint | None,
@@ -42,6 +43,20 @@ def find_conflicts(
     if data and data.eval_rows is not None and (data.eval or data.eval_fraction > 0):
         other = "data.eval" if data.eval else "data.eval_fraction"
         yield Conflict(("data.eval_rows", other), f"{other} and data.eval_rows are both set; keep one of them")
+    if model and (model.rope_scaling.type == "config") != (model.rope_scaling.factor == 1):
+        yield Conflict(
+            ("model.rope_scaling.type", "model.rope_scaling.factor"),
+            f"model.rope_scaling.type is {model.rope_scaling.type} and its factor {model.rope_scaling.factor:g};"
+            " scaling needs a type, yarn or linear, and a factor above 1",
+        )
+    if adapter:
+        yield from _adapter_conflicts(adapter)
+    if model and adapter and model.quantize != "none" and adapter.dora:
+        yield Conflict(
+            ("adapter.dora", "model.quantize"),
+            f"adapter.dora needs the lengths of weight rows, which model.quantize {model.quantize} does not hold;"
+            " leave adapter.dora out, or set model.quantize to none",
+        )
     if train:
         yield from _train_conflicts(train)
     if train and engine:
@@ -76,6 +91,22 @@ def find_conflicts(
             "checkpoint.keep_best needs train.eval_every, the steps between evaluations; set it, or "
             "remove keep_best",
         )
+
+
+def _adapter_conflicts(adapter: Adapter) -> Iterator[Conflict]:
+    if not adapter.target_modules and not adapter.target_parameters:
+        yield Conflict(
+            ("adapter.target_modules",),
+            "adapter.target_modules is empty and so is adapter.target_parameters; name what gets an adapter, or"
+            " set target_modules to all-linear",
+        )
+    for key, is_set in (("dropout", adapter.dropout > 0), ("dora", adapter.dora)):
+        if adapter.target_parameters and is_set:
+            yield Conflict(
+                (f"adapter.{key}", "adapter.target_parameters"),
+                f"adapter.{key} is set, which peft cannot do for the parameters of adapter.target_parameters;"
+                f" leave out adapter.{key}, or target modules only",
+            )
 
 
 def _train_conflicts(train: Train) -> Iterator[Conflict]:

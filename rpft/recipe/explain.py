@@ -32,8 +32,9 @@ def explain(error: ValidationError, root: Located) -> list[str]:
 def explain_conflicts(root: Located) -> list[str]:
     """The contradictions between those sections that are right by themselves."""
     values = root.plain() if isinstance(root.value, dict) else {}
-    sections: dict[str, Any] = {}
-    for name in ("model", "data", "train", "engine", "checkpoint"):
+    sections: dict[str, Any] = {"adapter": None}  # most recipes have none
+    names = ["model", "data", "train", "engine", "checkpoint"]
+    for name in [*names, "adapter"] if values.get("adapter") else names:
         model = section_at((name,))
         assert model is not None
         try:

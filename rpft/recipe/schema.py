@@ -20,6 +20,22 @@ from rpft.recipe.section import (
 )
 
 
+class RopeScaling(Section):
+    """Rotary positions beyond those of config.json, for longer rows; the result's config.json has them too."""
+
+    type: Literal["config", "yarn", "linear"] = Field(
+        default="config",
+        description="config: as config.json has it. yarn: slow rotations are slowed down and fast ones kept "
+        "(arXiv 2309.00071). linear: every position is divided by the factor.",
+    )
+    factor: float = Field(
+        default=1.0,
+        ge=1,
+        description="Times as many positions as the model was trained on: 4 makes 131072 of 32768. Not read by "
+        "config.",
+    )
+
+
 class Model(Section):
     """The model to fine-tune."""
 
@@ -50,6 +66,7 @@ class Model(Section):
         default=None,
         description="Branch, tag or commit of a hub id. null: the default branch, which may move.",
     )
+    rope_scaling: RopeScaling = Field(default_factory=RopeScaling, description=RopeScaling.__doc__)
 
 
 class Source(Section):
@@ -197,13 +214,38 @@ class Adapter(Section):
         description="Probability that an input element of the adapter is dropped in training.",
     )
     target_modules: Annotated[
-        str | Annotated[tuple[str, ...], Field(min_length=1)],
+        str | tuple[str, ...],
         BeforeValidator(list_as_tuple),
         Expected("all-linear, a module name, or a list of module names"),
     ] = Field(
         default="all-linear",
-        description="Modules that get an adapter: names, or all-linear for every linear layer but the head. "
-        "Fewer modules train faster and learn less.",
+        description="Modules that get an adapter: names, a regular expression on the full name, or all-linear for "
+        "every linear layer but the head. Fewer modules train faster and learn less.",
+    )
+    target_parameters: Annotated[tuple[str, ...], Expected("a list of parameter names")] = listed(
+        default=(),
+        description="Parameters that get an adapter and are no module's weight, by the end of their names: fused "
+        "experts, as in [mlp.experts.gate_up_proj]. `target_modules: []` leaves it at these. Dropout must be 0.",
+    )
+    modules_to_save: Annotated[tuple[str, ...], Expected("a list of module names")] = listed(
+        default=(),
+        description="Modules that are trained whole and saved with the adapter, such as [embed_tokens, lm_head]."
+        " They take the memory of full training.",
+    )
+    rslora: bool = Field(
+        default=False,
+        description="Scale by alpha / sqrt(r) instead of alpha / r, so that a high rank learns as much.",
+    )
+    dora: bool = Field(
+        default=False,
+        description="Train the length of each weight row beside its direction (DoRA). Slower: each step computes"
+        " the lengths of all adapted weights. Not with target_parameters.",
+    )
+    lr_ratio_b: float = Field(
+        default=1.0,
+        gt=0,
+        description="LoRA+: the learning rate of each adapter's second factor, which starts at zero, and of "
+        "trained vectors, over train.learning_rate. Usual: 1 to 16, with a lower train.learning_rate.",
     )
 
 
@@ -481,7 +523,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _no_conflicts(self) -> Recipe:
-        sections = (self.model, self.data, self.train, self.engine, self.checkpoint)
+        sections = self.model, self.data, self.adapter, self.train, self.engine, self.checkpoint
         conflicts = list(find_conflicts(*sections, has_adapter=self.adapter is not None))
         if conflicts:
             raise PydanticCustomError("conflicts", "{text}", {"text": "; ".join(c.message for c in conflicts)})

@@ -30,6 +30,7 @@ from rpft import files
 from rpft.errors import UserError
 from rpft.model.host_store import HostStore
 from rpft.model.layout import LayerLayout
+from rpft.recipe.schema import Adapter, Model
 from rpft.train.shards import FileRecord, TensorEntry, file_record, shard_bytes, write_shard
 
 logger = logging.getLogger(__name__)
@@ -133,6 +134,10 @@ class CheckpointFolder:
                 return path
         return None
 
+    def folder_of(self, step: int) -> Path:
+        """Where the checkpoint of ``step`` is, if it is there."""
+        return self.path / _name(step)
+
     def all(self) -> list[Path]:
         """Checkpoint folders, oldest first."""
         if not self.path.is_dir():
@@ -208,7 +213,12 @@ def _read_manifest(path: Path) -> tuple[TrainState, dict[str, FileRecord]]:
         numbers = (state.step, state.updates_applied, state.skipped_steps, state.skipped_in_a_row, state.rewinds)
         if not all(type(number) is int and number >= 0 for number in (*numbers, *state.passed_over)):
             raise ValueError("a count that is none")
-        state.run.setdefault("engine", {"host_gradients": "float32"})  # before there was a choice
+        run = state.run
+        run.setdefault("engine", {"host_gradients": "float32"})  # before there was a choice
+        # Keys of these sections that came later stood at their defaults.
+        run["model"] = {**Model(path=run["model"]["path"]).model_dump(mode="json"), **run["model"]}
+        if run["adapter"]:
+            run["adapter"] = {**Adapter().model_dump(mode="json"), **run["adapter"]}
         state.about.items()
     except (KeyError, AttributeError, TypeError, ValueError) as error:
         raise _Torn(f"{_STATE} does not hold what it should ({type(error).__name__}: {error})") from error
@@ -286,6 +296,11 @@ def write_layer(
 ) -> FileRecord:
     """Writes masters and moments of ``layer``, ``lagging`` its working weights too. ``go_on``: see write_shard."""
     return write_shard(path, list(_entries(store.layers[layer].layout, lagging, store)), go_on)
+
+
+def master_place(path: Path, layer: int, name: str) -> tuple[Path, str]:
+    """(file, name in it) of the master of tensor ``name`` of ``layer`` in the checkpoint ``path``."""
+    return path / _layer_file(layer), f"master.{name}"
 
 
 def restore(path: Path, store: HostStore, lagging: bool) -> None:

@@ -15,6 +15,7 @@ from rpft.model.adapters import LoraSettings, inject_lora
 from rpft.model.checkpoint import Checkpoint, read_config, resolve_checkpoint
 from rpft.model.layers import build_layers
 from rpft.model.layout import LayerLayout
+from rpft.model.positions import can_be_scaled, scale_positions
 from rpft.model.quant_choice import quantize_base
 from rpft.model.skeleton import Skeleton, build_model, cut, has_dropout
 from rpft.model.verify import verify_packing
@@ -23,7 +24,7 @@ from rpft.plan.choose import model_shape
 from rpft.plan.partition import choose_num_microbatches
 from rpft.plan.plan import Plan, read_about, read_plan
 from rpft.plan.profile import LayerProfile
-from rpft.recipe.schema import Recipe
+from rpft.recipe.schema import Adapter, Recipe
 from rpft.train.kernels import KernelChoice, choose_gradient_dtype
 from rpft.train.rows import PAD_TO_MULTIPLE, RunData, load_data
 
@@ -173,14 +174,18 @@ def read_job(recipe: Recipe, kernels: KernelChoice, weights: bool = True) -> Job
         in_step = recipe.train.gradient_accumulation_steps
         recipe = divide_rows(recipe, said if in_step % said == 0 else 1)
     folder = resolve_checkpoint(recipe.model.path, recipe.model.revision, weights)
-    config = read_config(folder)
+    config = read_scaled_config(recipe, folder)
     checkpoint = Checkpoint(folder, weights)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     data = load_data(recipe, folder, kernels.graphs, positions)
     if positions is not None and data.longest > positions:
+        more = ""
+        if can_be_scaled(config):
+            factor = -(-data.longest // positions)
+            more = f", or scale its positions: model.rope_scaling.type=yarn model.rope_scaling.factor={factor}"
         raise UserError(
             f"the longest row has {data.longest} tokens with padding, the model has {positions} positions;"
-            f" set data.max_seq_len to at most {positions - positions % PAD_TO_MULTIPLE}"
+            f" set data.max_seq_len to at most {positions - positions % PAD_TO_MULTIPLE}{more}"
         )
     parts = _model_parts(recipe, config, checkpoint)
     given = _given_plan(recipe, parts["skeleton"], len(parts["layouts"]))
@@ -196,6 +201,29 @@ def read_job(recipe: Recipe, kernels: KernelChoice, weights: bool = True) -> Job
         gradient_dtype=gradient_dtype,
         open_rows=open_rows,
         **parts,
+    )
+
+
+def read_scaled_config(recipe: Recipe, folder: Path) -> Any:
+    """The config in ``folder`` with the positions that the recipe asks for."""
+    config, scaling = read_config(folder), recipe.model.rope_scaling
+    if scaling.type != "config":
+        scale_positions(config, scaling.type, scaling.factor)
+    return config
+
+
+def lora_settings(adapter: Adapter) -> LoraSettings:
+    """The adapter that a recipe describes."""
+    targets = adapter.target_modules
+    return LoraSettings(
+        adapter.r,
+        adapter.alpha,
+        adapter.dropout,
+        targets if isinstance(targets, str) else list(targets),
+        adapter.rslora,
+        adapter.dora,
+        adapter.modules_to_save,
+        adapter.target_parameters,
     )
 
 
@@ -218,12 +246,7 @@ def _model_parts(recipe: Recipe, config: Any, checkpoint: Checkpoint) -> dict[st
         verify_packing(skeleton, dtype)
     peft_model = None
     if recipe.adapter is not None:
-        adapter = recipe.adapter
-        targets = adapter.target_modules
-        settings = LoraSettings(
-            adapter.r, adapter.alpha, adapter.dropout, targets if isinstance(targets, str) else list(targets)
-        )
-        peft_model = inject_lora(skeleton, settings, recipe.model.path)
+        peft_model = inject_lora(skeleton, lora_settings(recipe.adapter), recipe.model.path)
     if recipe.model.quantize != "none":
         stored = checkpoint.stored if checkpoint.stored.weights and recipe.model.quantize == "nf4" else None
         quantize_base(

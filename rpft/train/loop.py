@@ -37,6 +37,7 @@ from rpft.train.prepare import Prepared
 from rpft.train.refine import FirstSteps
 from rpft.train.reporter import Reporter
 from rpft.train.resume import about_run, checkpoint_folder, result_folder, run_identity
+from rpft.train.rows import use_template
 from rpft.train.save_log import SaveLog
 from rpft.train.saver import Saver
 from rpft.train.spikes import Spike, SpikeGuard
@@ -369,10 +370,8 @@ class Trainer:
 
     def _save_result(self) -> Path:
         prepared = self._prepared
-        folder = result_folder(self._recipe)
-        save_result(
-            folder, prepared.skeleton, self._store, prepared.config, self._data.tokenizer, prepared.peft_model
-        )
+        folder, tokenizer = result_folder(self._recipe), use_template(self._data.tokenizer, self._recipe.data)
+        save_result(folder, prepared.skeleton, self._store, prepared.config, tokenizer, prepared.peft_model)
         self._reporter.saved(folder)
         return folder
 

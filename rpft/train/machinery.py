@@ -47,7 +47,8 @@ class Machinery:
         return self._engine
 
     def _begin_at(self, state: TrainState) -> None:
-        train, settings = self.prepared.recipe.train, self.prepared.recipe.optimizer
+        recipe = self.prepared.recipe
+        train, settings, adapter = recipe.train, recipe.optimizer, recipe.adapter
         schedule = Schedule(
             train.lr_scheduler,
             train.learning_rate,
@@ -58,7 +59,12 @@ class Machinery:
         )
         self.optimizer = HostOptimizer(
             self._store,
-            AdamW(settings.betas, settings.eps, settings.weight_decay),
+            AdamW(
+                settings.betas,
+                settings.eps,
+                settings.weight_decay,
+                fast_ratio=1.0 if adapter is None else adapter.lr_ratio_b,
+            ),
             schedule,
             train.max_grad_norm,
             self._failure,

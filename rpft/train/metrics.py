@@ -100,6 +100,10 @@ class MetricsFile:
         lines = (line for _, line in self._whole_lines())
         return [(line["step"], line["loss"]) for line in lines if line.get("loss") is not None]
 
+    def lines(self) -> list[dict[str, Any]]:
+        """Every whole line."""
+        return [line for _, line in self._whole_lines()]
+
     def _whole_lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """(text, content) of each line that is a whole JSON object."""
         if not self.path.exists():

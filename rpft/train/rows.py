@@ -110,6 +110,13 @@ def load_tokenizer(path: Path | str, revision: str | None = None) -> Any:
         ) from error
 
 
+def use_template(tokenizer: Any, spec: schema.Data) -> Any:
+    """``tokenizer`` as it goes with the trained model: with the chat template that the recipe gives its rows."""
+    if spec.chat_template is not None:
+        tokenizer.chat_template = read_template(spec.chat_template)
+    return tokenizer
+
+
 def data_settings(spec: schema.Data) -> DataSettings:
     """How the recipe has rows become tokens; UserError where its chat template cannot be read."""
     return DataSettings(

@@ -3,47 +3,39 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from support.adapters import EXPERTS, KINDS, LORA, load_lora, randomise, save, trained_names
 from support.layers import batch_of, forward_and_backward, functions_of, logits_of, random_ids, relative_error
-from support.models import Loaded, load, tiny_checkpoint
+from support.models import load, tiny_checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from rpft.errors import UserError
-from rpft.model.adapters import LoraSettings, initialise_lora, save_lora
+from rpft.model.adapters import LoraSettings, initialise_lora, names_in_file
+from rpft.model.graphs import KernelKind
 
 FAMILIES = ["llama", "llama_tied", "qwen2", "gpt2", "phi3", "qwen3_moe", "gemma3", "falcon"]
-LORA = LoraSettings(r=4, alpha=8.0, dropout=0.0, target_modules="all-linear")
 NAMED = LoraSettings(r=4, alpha=8.0, dropout=0.0, target_modules=["q_proj", "v_proj"])
 
 
-def load_lora(
-    folder: Path, settings: LoraSettings = LORA, seed: int = 3, dtype: torch.dtype = torch.float32
-) -> Loaded:
-    loaded = load(folder, dtype, settings)
-    initialise_lora(loaded.skeleton, loaded.store, seed)
-    return loaded
+class Products(TorchDispatchMode):
+    """Notes the multiplications of every matrix product that is run."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
 
-def trained_names(loaded: Loaded) -> list[str]:
-    return [spec.name for layer in loaded.store.layers for spec, _ in layer.layout.own.values() if spec.trained]
-
-
-def randomise(loaded: Loaded) -> None:
-    """Gives every adapter weight a random value, as training would."""
-    generator = torch.Generator().manual_seed(8)
-    for name in trained_names(loaded):
-        loaded.store.write(name, 0.1 * torch.randn(loaded.store.tensor(name).shape, generator=generator))
-
-
-def save(loaded: Loaded, folder: Path) -> Path:
-    folder.mkdir()
-    save_lora(loaded.peft_model, loaded.store, folder)
-    return folder
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.sizes.append(args[0].shape[0] * args[0].shape[1] * args[1].shape[1])
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -70,6 +62,64 @@ def test_a_trained_adapter_gives_the_same_logits_in_peft(family: str, tmp_path: 
     theirs = PeftModel.from_pretrained(model, str(folder)).eval()(input_ids=ids).logits
     assert relative_error(logits_of(loaded, ids), theirs) < 1e-5
     assert relative_error(theirs, plain) > 0.01
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if number % 2 else pytest.mark.slow) for number, kind in enumerate(KINDS)]
+)
+def test_every_kind_of_adapter_starts_as_the_base_model_and_loads_in_peft(kind: str, tmp_path: Path) -> None:
+    family, changes = KINDS[kind]
+    base = tiny_checkpoint(tmp_path / "base", family).eval()
+    ids = random_ids()
+    loaded = load_lora(tmp_path / "base", replace(LORA, **changes))
+    assert relative_error(logits_of(loaded, ids), base(input_ids=ids).logits) < 1e-5
+    randomise(loaded)
+    folder = save(loaded, tmp_path / "adapter")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    theirs = PeftModel.from_pretrained(model, str(folder)).eval()(input_ids=ids).logits
+    assert relative_error(logits_of(loaded, ids), theirs) < 1e-5
+    assert relative_error(theirs, base(input_ids=ids).logits) > 0.01
+    names = names_in_file(loaded.peft_model, [layer.layout for layer in loaded.store.layers])
+    stored = load_file(folder / "adapter_model.safetensors")
+    assert names.keys() >= set(trained_names(loaded))
+    assert all(torch.equal(stored[names[name]], loaded.store.tensor(name)) for name in trained_names(loaded))
+
+
+def test_a_module_that_is_trained_whole_is_held_once_and_starts_exactly(tmp_path: Path) -> None:
+    base = tiny_checkpoint(tmp_path, "llama")
+    loaded = load_lora(tmp_path, replace(NAMED, modules_to_save=("embed_tokens",)), dtype=torch.bfloat16)
+    names = [name for name in loaded.store.names() if "embed_tokens" in name]
+    assert names == ["model.embed_tokens.modules_to_save.default.weight"]
+    assert torch.allclose(loaded.store.master(names[0]), base.model.embed_tokens.weight, rtol=1e-6)
+
+
+def test_a_module_to_save_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path, "llama")
+    with pytest.raises(UserError, match=r"adapter\.modules_to_save .*'wte'"):
+        load(tmp_path, lora=replace(NAMED, modules_to_save=("wte",)))
+
+
+def test_parameters_that_match_nothing_are_refused(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path, "llama")
+    with pytest.raises(UserError, match=r"adapter\.target_modules \[\], target_parameters \['mlp\.experts"):
+        load(tmp_path, lora=replace(NAMED, target_modules=[], target_parameters=EXPERTS))
+
+
+@pytest.mark.parametrize("kernels", ["eager", "trace"])
+def test_the_backward_of_a_frozen_block_computes_no_weight_gradient(kernels: KernelKind, tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path, "llama")
+    loaded = load_lora(tmp_path, LoraSettings(4, 8.0, 0.0, r"model\.layers\.1\..*_proj"))
+    functions, batch = functions_of(loaded, kernels=kernels), batch_of(random_ids())
+    weights = loaded.store.layer_weights(4)  # block 3, frozen, above block 1, which is trained
+    hidden, grad = torch.randn(2, *batch.input_ids.shape, 64)
+    for _ in range(2):  # graphs are made in the first
+        with Products() as forward:
+            functions.forward(4, hidden, weights, batch, None)
+        with Products() as backward:
+            _, kept = functions.keep(4, hidden, weights, batch, None, frozenset(), True, True)
+            assert kept.backward(grad, {}) is not None
+    assert len(forward.sizes) == 7
+    assert sum(backward.sizes) == 2 * sum(forward.sizes)  # the forward again and the hidden state's gradient alone
 
 
 @pytest.mark.parametrize("family", ["llama_tied", "gpt2", "phi3"])

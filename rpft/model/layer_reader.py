@@ -1,0 +1,50 @@
+"""The base model's tensors of one layer at a time, straight from a checkpoint: for what needs no host store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rpft.errors import UserError
+from rpft.model.checkpoint import Checkpoint, ReadTensors, plan_reads
+from rpft.model.layout import LayerLayout
+from rpft.model.skeleton import Skeleton
+
+
+class LayerReader:
+    """Reads layers in any order, each once. Whatever need not be converted is a view of the mapped file."""
+
+    def __init__(self, checkpoint: Checkpoint, skeleton: Skeleton, layouts: list[LayerLayout]) -> None:
+        self._folder = checkpoint.folder
+        self._specs = [
+            {spec.checkpoint_name: spec for spec, _ in layout.own.values() if spec.checkpoint_name is not None}
+            for layout in layouts
+        ]
+        layer_of = {name: layer for layer, specs in enumerate(self._specs) for name in specs}
+        self._buffers = dict(skeleton.model.named_buffers())
+        self._reads: list[list[ReadTensors]] = [[] for _ in layouts]
+        reads, _ = plan_reads(checkpoint, skeleton, {}, {})
+        for name, read in reads.items():
+            if name in layer_of:
+                self._reads[layer_of[name]].append(read)
+
+    def read(self, layer: int) -> dict[str, torch.Tensor]:
+        """Tensors of ``layer`` by their names in the model before adapters, as the checkpoint holds them.
+
+        UserError for one that is missing or has another shape than the config asks for.
+        """
+        found: dict[str, Any] = {}
+        for read in self._reads[layer]:
+            found.update(read())
+        tensors = {}
+        for name, spec in self._specs[layer].items():
+            tensor = found.get(name, self._buffers.get(spec.name))
+            shape = None if tensor is None else tuple(tensor.shape)
+            if tensor is None or shape != spec.shape:
+                raise UserError(
+                    f"{self._folder}: tensor {name} is {'missing' if shape is None else list(shape)}, and the"
+                    f" model needs {list(spec.shape)}: it is not the model that was trained"
+                )
+            tensors[name] = tensor
+        return tensors

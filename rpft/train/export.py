@@ -1,0 +1,244 @@
+"""From a run to a folder that other programs load: one whole model, or an adapter as peft has it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rpft import files
+from rpft.errors import UserError
+from rpft.model.adapters import inject_lora, save_adapter
+from rpft.model.checkpoint import Checkpoint, read_config, resolve_checkpoint
+from rpft.model.layer_reader import LayerReader
+from rpft.model.layers import build_layers
+from rpft.model.layout import LayerLayout
+from rpft.model.merge import Drift, Merge, Tensors
+from rpft.model.save import SHARD_BYTES, write_config, write_layers, written_whole
+from rpft.model.skeleton import Skeleton, build_model, cut
+from rpft.plan.bill import RESULT_EXTRAS_BYTES, gib
+from rpft.train.card import model_card
+from rpft.train.job import lora_settings, read_scaled_config
+from rpft.train.run_folder import (
+    LATEST,
+    RunFolder,
+    TrainedFolder,
+    TrainedTensors,
+    asked_as_trained,
+    read_json,
+    trained_tensors,
+)
+
+PROBE_TEXT = (
+    "The committee met on Tuesday to decide how the river should be crossed. Three of its members wanted a bridge"
+    " of stone; the fourth asked what 17 * 23 is, wrote `print(17 * 23)` on the board, and answered: 391. Nobody"
+    " disagreed, so the minutes were closed and the lamps put out."
+)
+"""What base and adapter, and the merged model, are compared on."""
+
+_LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
+"""Files of a base model that go where its weights go."""
+
+_GENERATION = "generation_config.json"
+
+
+@dataclass(frozen=True)
+class ExportSettings:
+    """What is to be made of a run."""
+
+    out: Path
+    checkpoint: str = LATEST
+    """See ``RunFolder.find``."""
+    dtype: torch.dtype | None = None
+    """None: the run's."""
+    shard_bytes: int = SHARD_BYTES
+    adapter_only: bool = False
+    base: str | None = None
+    """Where the base model is now; None: where the recipe says."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was made. ``drift`` is of a merged adapter."""
+
+    folder: Path
+    trained: TrainedFolder
+    drift: Drift | None
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A run's model without its weights, and where each of them is."""
+
+    run: RunFolder
+    trained: TrainedFolder
+    base: Path
+    """Whose files hold what was not trained; of a finished full run its result."""
+    config: Any
+    skeleton: Skeleton
+    peft_model: Any | None
+    layouts: list[LayerLayout]
+    tensors: TrainedTensors
+
+    def reader(self) -> LayerReader:
+        """Reads what was not trained."""
+        return LayerReader(Checkpoint(self.base), self.skeleton, self.layouts)
+
+
+def open_trained(run: RunFolder, trained: TrainedFolder, base: str | None, original: bool = True) -> TrainedModel:
+    """The model of ``run`` with the weights of ``trained``; UserError where something is missing or another's.
+
+    ``original``: whether the base model must be the unquantised one.
+    """
+    recipe = run.recipe
+    dtype = getattr(torch, recipe.model.dtype)
+    if recipe.adapter is None and trained.state is None:
+        folder, config = trained.path, read_config(trained.path)
+    else:
+        folder = base_folder(run, base)
+        if original and "quantization_config" in read_json(folder / "config.json"):
+            raise UserError(
+                f"the base model {folder} is quantised, and what was trained belongs into the original: give the"
+                " folder or hub id of the unquantised model with --base, or take the adapter with --adapter-only"
+            )
+        config = read_scaled_config(recipe, folder)
+    skeleton = cut(build_model(copy.deepcopy(config), dtype, recipe.model.attention))
+    peft_model = None
+    if recipe.adapter is not None:
+        peft_model = inject_lora(skeleton, lora_settings(recipe.adapter), base or recipe.model.path)
+    layouts = build_layers(skeleton, dtype)
+    tensors = trained_tensors(trained, layouts, peft_model)
+    return TrainedModel(run, trained, folder, config, skeleton, peft_model, layouts, tensors)
+
+
+def base_folder(run: RunFolder, base: str | None) -> Path:
+    """The folder of the base model; UserError with the way out where it is not to be had."""
+    model = run.recipe.model
+    try:
+        return resolve_checkpoint(base or model.path, None if base else model.revision)
+    except UserError as error:
+        raise UserError(
+            f"the base model of {run.path} is not where it was: {error}. If it has moved, give its folder with"
+            " --base; a relative path is looked for from the current directory"
+        ) from error
+
+
+def export_run(run: RunFolder, settings: ExportSettings, say: Callable[[str], None]) -> Exported:
+    """Writes ``settings.out``, whole or not at all; UserError for what a person can change.
+
+    RAM: a layer, its merged copy, the float32 copy of one weight, and a shard twice.
+    """
+    _refuse_target(settings.out)
+    if settings.adapter_only and run.recipe.adapter is None:
+        raise UserError(f"--adapter-only: {run.path} trained every weight and has no adapter; leave it out")
+    trained = run.find(settings.checkpoint)
+    say(f"exporting {trained.described} of {run.path}")
+    if settings.adapter_only and trained.state is None:
+        return _copy_adapter(run, trained, settings.out)
+    model = open_trained(run, trained, settings.base, original=not settings.adapter_only)
+    with written_whole(settings.out) as fresh:
+        drift = None
+        if settings.adapter_only:
+            write_adapter(model, settings.out, fresh)
+        else:
+            drift = _write_model(model, settings, fresh, say)
+        tokenizer, _ = asked_as_trained(run, trained, model.base)
+        tokenizer.save_pretrained(fresh)
+        for pattern in _LICENCES:
+            for path in model.base.glob(pattern):
+                shutil.copyfile(path, fresh / path.name)
+        card = model_card(run, trained, model.base, drift, settings.adapter_only)
+        (fresh / "README.md").write_text(card, encoding="utf-8")
+    return Exported(settings.out, trained, drift)
+
+
+def _copy_adapter(run: RunFolder, trained: TrainedFolder, out: Path) -> Exported:
+    """The result of an adapter's run is what peft loads already, and asks for no base model."""
+    paths = list(trained.path.iterdir())
+    _refuse_full_disk(out, sum(path.stat().st_size for path in paths))
+    with written_whole(out) as fresh:
+        for path in paths:
+            shutil.copyfile(path, fresh / path.name)
+        card = model_card(run, trained, Path(run.recipe.model.path), None, adapter_only=True)
+        (fresh / "README.md").write_text(card, encoding="utf-8")
+    return Exported(out, trained, None)
+
+
+def _refuse_target(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out {out}: it is there and not an empty folder; give another, or empty it first")
+
+
+def _refuse_full_disk(out: Path, num_bytes: int) -> None:
+    need, free = num_bytes + RESULT_EXTRAS_BYTES, files.free_bytes(out)
+    if need > free:
+        raise UserError(
+            f"--out {out}: {gib(need)} are to be written and {gib(free)} are free on that disk; make room, or give"
+            " a folder on another disk"
+        )
+
+
+def write_adapter(model: TrainedModel, out: Path, fresh: Path) -> None:
+    """Writes the adapter into ``fresh``, which is to become ``out``; UserError where the disk is too small."""
+    dtype = model.skeleton.model.dtype
+    specs = [spec for layout in model.layouts for spec, _ in layout.own.values() if spec.trained]
+    _refuse_full_disk(out, sum(spec.num_elements for spec in specs) * dtype.itemsize)
+    save_adapter(model.peft_model, {name: tensor.to(dtype) for name, tensor in model.tensors.items()}, fresh)
+
+
+def _write_model(
+    model: TrainedModel, settings: ExportSettings, fresh: Path, say: Callable[[str], None]
+) -> Drift | None:
+    dtype = settings.dtype or model.skeleton.model.dtype
+    merge, config = Merge(model.skeleton, model.layouts), copy.deepcopy(model.config)
+    if merge.unties:
+        say("embedding and head were tied and get weights of their own: an adapter stands at one of them")
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+    plain = cut(build_model(copy.deepcopy(config), dtype, model.run.recipe.model.attention))
+    specs = [spec for layout in build_layers(plain, dtype) for spec, _ in layout.own.values()]
+    _refuse_full_disk(settings.out, sum(spec.num_bytes for spec in specs))
+    tokenizer, asking = asked_as_trained(model.run, model.trained, model.base)
+    ids = None if model.peft_model is None else torch.tensor([tokenizer(PROBE_TEXT).input_ids])
+    drifts: list[Drift | None] = []
+
+    def layers() -> Iterator[Tensors]:
+        for layer, (tensors, drift) in enumerate(merge.run(plain, model.reader(), model.tensors, dtype, ids)):
+            _refuse_overflow(tensors, layer, dtype)
+            drifts.append(drift)
+            yield tensors
+
+    write_config(config, dtype, fresh)
+    write_layers(plain, layers(), fresh, settings.shard_bytes)
+    content = generation_config(model.base, config, asking.end_ids())
+    (fresh / _GENERATION).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return drifts[-1]
+
+
+def _refuse_overflow(tensors: Tensors, layer: int, dtype: torch.dtype) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.float16 and dtype == torch.float16 and not torch.isfinite(tensor).all():
+            raise UserError(
+                f"layer {layer}: {name} has values beyond what float16 holds; export with --dtype bf16 or fp32"
+            )
+
+
+def generation_config(base: Path, config: Any, end_ids: list[int]) -> dict[str, Any]:
+    """The base model's generation settings, with the tokens that end an answer of the trained one as ends, too.
+
+    A base model whose answers were trained to end with a turn's token would go on behind it otherwise.
+    """
+    content = read_json(base / _GENERATION)
+    text = config.get_text_config()
+    ends = content.get("eos_token_id", text.eos_token_id)
+    known = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    for key in ("bos_token_id", "pad_token_id"):
+        value = getattr(text, key, None)
+        if value is not None:
+            content.setdefault(key, value)
+    return {**content, "eos_token_id": list(dict.fromkeys([*known, *end_ids]))}

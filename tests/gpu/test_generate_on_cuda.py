@@ -1,0 +1,46 @@
+"""A model that does not fit the GPU answers as one that does: accelerate streams its weights through."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.adapters import LORA, load_lora, randomise, save
+from support.models import tiny_checkpoint
+from support.recipes import tiny_tokenizer
+
+from rpft.train.generate import Speaker
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_tied", "qwen3_moe"])
+@pytest.mark.parametrize("adapted", [False, True], ids=["model", "adapter"])
+def test_a_streamed_model_answers_as_one_on_the_gpu(
+    family: str, adapted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.use_deterministic_algorithms(False)  # what transformers calls is not ours to choose
+    folder = tmp_path / "base"
+    tiny_checkpoint(folder, family)
+    tiny_tokenizer().save_pretrained(folder)
+    if adapted:
+        loaded = load_lora(folder, LORA)
+        randomise(loaded)
+        folder = save(loaded, tmp_path / "adapter")
+        tiny_tokenizer().save_pretrained(folder)
+    whole = Speaker(folder)
+    expected = whole.answer("one two three", max_new_tokens=12)
+    assert next(whole._model.parameters()).is_cuda
+    # Room for about two of the four blocks.
+    monkeypatch.setattr(Speaker, "_device_limits", lambda self, num_tokens: {0: 250_000})
+    streamed = Speaker(folder)
+    assert streamed.answer("one two three", max_new_tokens=12).text == expected.text
+    placed = set(streamed._model.hf_device_map.values())
+    assert "cpu" in placed
+    assert placed & {0, "cuda:0", torch.device("cuda", 0)}
+    for speaker in (whole, streamed):
+        speaker.close()

@@ -1,0 +1,54 @@
+"""Adapters on tiny models: every kind, loaded, given values as training would, and saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rpft.model.adapters import LoraSettings, initialise_lora, save_lora
+from support.models import Loaded, load
+
+LORA = LoraSettings(r=4, alpha=8.0, dropout=0.0, target_modules="all-linear")
+EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "rsLoRA": ("llama", {"rslora": True}),
+    "DoRA": ("llama", {"target_modules": ["embed_tokens", "lm_head", "q_proj"], "dora": True}),
+    "DoRA of transposed weights": ("gpt2", {"target_modules": ["c_attn"], "dora": True}),
+    "embedding and head trained whole": ("llama", {"modules_to_save": ("embed_tokens", "lm_head")}),
+    "tied embedding trained whole": ("llama_tied", {"modules_to_save": ("lm_head",)}),
+    "norms and router trained whole": (
+        "qwen3_moe",
+        {"target_modules": ["q_proj"], "modules_to_save": ("input_layernorm", "norm", "mlp.gate")},
+    ),
+    "fused experts": ("qwen3_moe", {"target_modules": [], "target_parameters": EXPERTS}),
+    "fused experts of GPT-OSS": ("gpt_oss", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+    "experts by their old names": ("mixtral", {"target_modules": ["w1", "w2", "w3"]}),
+}
+"""Kind of adapter: family, and what changes of LORA."""
+
+
+def load_lora(
+    folder: Path, settings: LoraSettings = LORA, seed: int = 3, dtype: torch.dtype = torch.float32
+) -> Loaded:
+    loaded = load(folder, dtype, settings)
+    initialise_lora(loaded.skeleton, loaded.store, seed)
+    return loaded
+
+
+def trained_names(loaded: Loaded) -> list[str]:
+    return [spec.name for layer in loaded.store.layers for spec, _ in layer.layout.own.values() if spec.trained]
+
+
+def randomise(loaded: Loaded) -> None:
+    """Gives every adapter weight a random value, as training would."""
+    generator = torch.Generator().manual_seed(8)
+    for name in trained_names(loaded):
+        loaded.store.write(name, 0.1 * torch.randn(loaded.store.tensor(name).shape, generator=generator))
+
+
+def save(loaded: Loaded, folder: Path) -> Path:
+    folder.mkdir()
+    save_lora(loaded.peft_model, loaded.store, folder)
+    return folder
