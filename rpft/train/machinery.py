@@ -8,6 +8,7 @@ more. So every layer stands at the same step, and the run goes on behind it.
 from __future__ import annotations
 
 import gc
+import logging
 import traceback
 from collections.abc import Callable
 
@@ -25,6 +26,8 @@ from rpft.train.checkpoint import TrainState
 from rpft.train.planning import smaller
 from rpft.train.prepare import Prepared
 from rpft.train.saver import Saver
+
+logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 5.0
 
@@ -167,10 +170,13 @@ class Machinery:
         return ended and not left
 
     def _let_go(self, error: BaseException | None) -> None:
-        """Frees the memory of the engine, some of which the frames of ``error`` hold."""
+        """Frees the memory of the engine, some of which the traceback of ``error`` holds."""
         for cause in causes(error):
             for each in (cause, cause.__context__):
-                traceback.clear_frames(None if each is None else each.__traceback__)
+                if each is not None:
+                    logger.debug("%s", "".join(traceback.format_exception(each)))
+                    # Frames that are cleared still hold the closures of their functions.
+                    each.__traceback__ = None
         self._engine = None
         gc.collect()
         for device in self.prepared.devices:

@@ -6,6 +6,8 @@ import pytest
 import torch
 from support.engines import plan_of, run_engine
 
+from rpft.engine.failure import EngineError
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -74,5 +76,12 @@ def test_without_waits_on_the_device_a_late_stream_does_change_them(
     name = "rounded, delayed update"
     # Gradients that go down late are harmed by the next slot's, which must be issued meanwhile: 10 ms and more.
     how = {"cycles": (20_000_000, 30_000_000)} if stream == "gradients down" else {}
-    late = run(name, checkpoint, make_late(stream, 0, in_order=False, **how))
-    assert punctual(name, make_device).differences(late) != []
+    try:
+        late = run(name, checkpoint, make_late(stream, 0, in_order=False, **how))
+    except EngineError as error:
+        if not isinstance(
+            error.__cause__, ValueError
+        ):  # a sum of squares read too early
+            raise
+    else:
+        assert punctual(name, make_device).differences(late) != []

@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from rpft.engine.cpu import CpuDevice
 from rpft.engine.failure import POLL_SECONDS, Cancelled, Failure
 from rpft.optim.host_optimizer import HostOptimizer
 from rpft.plan.bill import estimated_block_bytes
+from rpft.train.machinery import Machinery
 from rpft.train.planning import plan_job
 from rpft.train.saver import Saver
 
@@ -291,3 +293,33 @@ def test_an_error_of_another_kind_at_the_same_time_ends_the_run():
         failure.cancel_if_lost()
     with pytest.raises(torch.OutOfMemoryError):
         failure.raise_if_failed()
+
+
+def test_what_failed_is_gone_before_the_next_engine_takes_its_memory(runs, monkeypatch):
+    made, unbroken = runs("full")
+    buffers, left, calls = [], [], 0
+    allocate, backward, let_go = CpuDevice.allocate, SlotRun.backward, Machinery._let_go
+
+    def noted_allocate(device, num_bytes):
+        buffer = allocate(device, num_bytes)
+        buffers.append(weakref.ref(buffer))
+        return buffer
+
+    def backward_without_memory_once(run, *given):
+        nonlocal calls
+        calls += 1
+        if calls == 6:
+            raise out_of_memory()
+        backward(run, *given)
+
+    def noted_let_go(machinery, error):
+        let_go(machinery, error)
+        left.append(sum(buffer() is not None for buffer in buffers))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CpuDevice, "allocate", noted_allocate)
+        patch.setattr(SlotRun, "backward", backward_without_memory_once)
+        patch.setattr(Machinery, "_let_go", noted_let_go)
+        outcome = made.train_well("gone", f"engine.plan={large_plan(made)}")
+    assert left == [0], "of the engine that failed, buffers are held"
+    check_same(outcome, unbroken)
