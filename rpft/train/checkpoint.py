@@ -216,8 +216,9 @@ def _read_manifest(path: Path) -> tuple[TrainState, dict[str, FileRecord]]:
         run = state.run
         run.setdefault("engine", {"host_gradients": "float32"})  # before there was a choice
         # Keys of these sections that came later stood at their defaults.
-        run["model"] = {**Model(path=run["model"]["path"]).model_dump(mode="json"), **run["model"]}
-        if run["adapter"]:
+        if run.get("model"):
+            run["model"] = {**Model(path=run["model"]["path"]).model_dump(mode="json"), **run["model"]}
+        if run.get("adapter"):
             run["adapter"] = {**Adapter().model_dump(mode="json"), **run["adapter"]}
         state.about.items()
     except (KeyError, AttributeError, TypeError, ValueError) as error:
