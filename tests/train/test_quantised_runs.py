@@ -5,7 +5,7 @@ import json
 import pytest
 from support.recipes import run_rpft
 
-import rpft.train.loop
+import rpft.train.machinery
 from rpft.recipe.load import load_recipe
 from rpft.train.prepare import prepare
 
@@ -27,7 +27,7 @@ def test_four_steps_equal_two_steps_a_save_and_two_steps(made, unbroken, monkeyp
     class Crash(Exception):
         pass
 
-    submit = rpft.train.loop.Engine.submit_step
+    submit = rpft.train.machinery.Engine.submit_step
 
     def crash(self, step, batches):
         if step == 4:
@@ -35,7 +35,7 @@ def test_four_steps_equal_two_steps_a_save_and_two_steps(made, unbroken, monkeyp
         return submit(self, step, batches)
 
     with monkeypatch.context() as patch:
-        patch.setattr(rpft.train.loop.Engine, "submit_step", crash)
+        patch.setattr(rpft.train.machinery.Engine, "submit_step", crash)
         assert made.train("broken", NF4, "checkpoint.every_steps=2").code == 1
     resumed = made.train_well("broken", NF4, "checkpoint.every_steps=2", "--resume", "engine.workers=2")
     assert resumed.numbers == unbroken.numbers
@@ -87,12 +87,12 @@ def test_the_bill_is_that_of_the_bytes_that_are_kept_and_uploaded(kind, made, mo
     )
     seen = {}
 
-    class Engine(rpft.train.loop.Engine):
+    class Engine(rpft.train.machinery.Engine):
         def close(self):
             seen["devices"] = self.devices
             return super().close()
 
-    monkeypatch.setattr(rpft.train.loop, "Engine", Engine)
+    monkeypatch.setattr(rpft.train.machinery, "Engine", Engine)
     (made.folder / kind).mkdir()
     trainer = rpft.train.loop.Trainer(packed, Silent())
     trainer.run(None)

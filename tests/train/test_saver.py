@@ -175,7 +175,7 @@ def test_a_disk_too_small_for_the_checkpoints_is_refused_at_the_start_with_the_s
     words = ("checkpoint.every_steps=1", "checkpoint.keep_last=5")
     ran = made.train("too small", *words)
     assert ran.code == 2
-    assert "6 checkpoint(s) of 2 MiB" in ran.err
-    assert "checkpoint.keep_last, or set checkpoint.make_room" in ran.err
+    assert "6 checkpoint(s) at once of 2 MiB each" in ran.err
+    assert "checkpoint.keep_last=1" in ran.err
     assert not (made.folder / "too small").exists()
     made.train_well("small enough", *words, "checkpoint.make_room=true")
