@@ -79,9 +79,7 @@ def test_without_waits_on_the_device_a_late_stream_does_change_them(
     try:
         late = run(name, checkpoint, make_late(stream, 0, in_order=False, **how))
     except EngineError as error:
-        if not isinstance(
-            error.__cause__, ValueError
-        ):  # a sum of squares read too early
+        if not isinstance(error.__cause__, ValueError):  # a sum of squares read too early
             raise
     else:
         assert punctual(name, make_device).differences(late) != []
