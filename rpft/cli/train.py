@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,10 +15,13 @@ from typer.core import TyperCommand
 from rpft.errors import EXIT_SIGNAL, RunFault, UserError
 
 if TYPE_CHECKING:
+    from rpft.console.run_log import RunLog
     from rpft.recipe.schema import Recipe
     from rpft.train.loop import Trainer
     from rpft.train.prepare import Prepared
     from rpft.train.run_lock import RunLock
+
+logger = logging.getLogger(__name__)
 
 LATEST = "latest"
 _CHECKPOINT = re.compile(r"step-\d{8}/?$")
@@ -61,6 +66,12 @@ def train(
             "--force", help="With --resume: go on although the recipe is another one in what decides the result."
         ),
     ] = False,
+    quiet: Annotated[
+        bool,
+        typer.Option(
+            "--quiet", help="A plain line a step, evaluation and save, and warnings; the rest is in run.log only."
+        ),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would run and what memory it takes; train nothing.")
     ] = False,
@@ -90,7 +101,8 @@ def train(
 
     lock = RunLock(Path(settings.output_dir))
     try:
-        _train(settings, resume, force, lock, shlex.join(["rpft", "train", str(recipe), *(overrides or [])]))
+        command = shlex.join(["rpft", "train", str(recipe), *(overrides or [])])
+        _train_logged(settings, resume, force, quiet, lock, command)
     finally:
         lock.release()
 
@@ -103,9 +115,34 @@ def _dry_run(settings: Recipe) -> None:
         typer.echo(line)
 
 
-def _train(settings: Recipe, resume: str | None, force: bool, lock: RunLock, command: str) -> None:
+def _train_logged(
+    settings: Recipe, resume: str | None, force: bool, quiet: bool, lock: RunLock, command: str
+) -> None:
+    from rpft.console import choose_console
+    from rpft.console.run_log import RunLog
+
+    console = "plain" if quiet else choose_console(settings.logging.console)
+    with RunLog(take_stderr=sys.stderr.isatty()) as log:
+        _train(settings, resume, force, quiet, console, lock, command, log)
+
+
+def _train(
+    settings: Recipe,
+    resume: str | None,
+    force: bool,
+    quiet: bool,
+    console: str,
+    lock: RunLock,
+    command: str,
+    log: RunLog,
+) -> None:
+    from rpft.train.sinks import open_sinks, refuse_without_packages
+
+    refuse_without_packages(settings)
     set_up_process(settings)
+    log.adopt()
     from rpft.console import make_reporter
+    from rpft.console.audience import Audience
     from rpft.train.faults import exit_code
     from rpft.train.interrupts import Interrupted, StoppedAtOnce
     from rpft.train.loop import Trainer
@@ -122,18 +159,29 @@ def _train(settings: Recipe, resume: str | None, force: bool, lock: RunLock, com
     checkpoint = find_checkpoint(settings, wanted)
     if checkpoint is not None:
         settings = divided_as_before(settings, checkpoint)
-    prepared = prepare(settings, typer.echo)
+
+    def say(line: str) -> None:
+        logger.info("%s", line)
+        if not quiet:
+            typer.echo(line)
+
+    prepared = prepare(settings, say)
     changes = [] if checkpoint is None else compare_runs(checkpoint, prepared, force)
     output_dir.mkdir(parents=True, exist_ok=True)
     lock.take()
     if checkpoint is None:
         find_checkpoint(settings, False)  # another run may have begun here while this one was prepared
-    reporter = LastingReporter(make_reporter(settings.logging.console, settings.logging.every_steps))
+    log.open(output_dir)
+    sinks = open_sinks(settings)
+    reporter = Audience(LastingReporter(make_reporter(console, settings.logging.every_steps)), sinks, quiet)
+    log.show_through(reporter.warn)
+    if console == "rich":
+        log.take_python_stderr()
     trainer = Trainer(prepared, reporter)
     try:
         _write_inputs(prepared)
         for line in [*describe(prepared), *changes]:
-            reporter.say(line)
+            reporter.describe(line)
         if checkpoint is not None:
             reporter.say(f"resuming from {checkpoint}")
         trainer.run(checkpoint)
@@ -141,6 +189,7 @@ def _train(settings: Recipe, resume: str | None, force: bool, lock: RunLock, com
         reporter.say(f"{stop}. To go on: {command} --resume")
         raise typer.Exit(EXIT_SIGNAL + stop.signal_number) from None
     except StoppedAtOnce as stop:
+        sinks.close(at_once=True)
         reporter.say(f"interrupted. {_standing(trainer, command)}")
         raise typer.Exit(EXIT_SIGNAL + stop.signal_number) from None
     except UserError:
@@ -183,6 +232,7 @@ def quiet_libraries() -> None:
     import transformers
 
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
 
 
 def describe(prepared: Prepared) -> list[str]:

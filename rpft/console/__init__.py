@@ -7,12 +7,21 @@ import sys
 
 from rpft.train.reporter import Reporter
 
+_DUMB = ("dumb", "unknown")
+"""Terminals whose cursor cannot be moved."""
+
+
+def choose_console(console: str) -> str:
+    """What ``logging.console`` comes to; auto: rich on a terminal that can do it, plain elsewhere and in CI."""
+    if console != "auto":
+        return console
+    plain = os.environ.get("CI") or os.environ.get("TERM", "").lower() in _DUMB
+    return "rich" if sys.stdout.isatty() and not plain else "plain"
+
 
 def make_reporter(console: str, every_steps: int) -> Reporter:
-    """The reporter of ``logging.console``; auto: a live display on a terminal, plain lines elsewhere and in CI."""
-    if console == "auto":
-        console = "rich" if sys.stdout.isatty() and not os.environ.get("CI") else "plain"
-    if console == "rich":
+    """The reporter of ``logging.console``: a live display, or plain lines."""
+    if choose_console(console) == "rich":
         from rpft.console.live import LiveReporter
 
         return LiveReporter()

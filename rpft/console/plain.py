@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rpft.console.text import Pace, clock, eval_text, step_text
 from rpft.train.metrics import EvalRecord, StepRecord
+
+if TYPE_CHECKING:
+    from rpft.train.watched import Watched
 
 
 class PlainReporter:
@@ -18,6 +23,9 @@ class PlainReporter:
     def say(self, text: str) -> None:
         print(f"{clock()} {text}", flush=True)
 
+    def warn(self, text: str) -> None:
+        print(f"{clock()} warning: {text}", file=sys.stderr, flush=True)
+
     def loading(self, done: int, total: int) -> None:
         tenths = done * 10 // total
         if tenths > self._loaded_tenths:
@@ -25,8 +33,8 @@ class PlainReporter:
             if tenths in (5, 10):
                 self.say(f"loading weights: {done} of {total} tensors")
 
-    def begin(self, first_step: int, num_steps: int) -> None:
-        self._pace = Pace(num_steps)
+    def begin(self, first_step: int, num_steps: int, watched: Watched | None = None) -> None:
+        self._pace = Pace(num_steps, None if watched is None else watched.predicted_seconds)
         self.say(f"training: steps {first_step} to {num_steps}")
 
     def stepped(self, record: StepRecord) -> None:

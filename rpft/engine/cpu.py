@@ -36,6 +36,9 @@ class CpuDevice:
     def memory_bytes(self) -> int | None:
         return None
 
+    def used_bytes(self) -> int:
+        return self._allocated_bytes
+
     def peak_bytes(self) -> int:
         """The worker's own buffers; what autograd holds inside a task is the process's and not counted."""
         return self._allocated_bytes

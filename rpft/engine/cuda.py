@@ -15,6 +15,7 @@ from rpft.engine.failure import Failure
 from rpft.engine.host_memory import page_locked
 from rpft.engine.link import EmulatedLink
 from rpft.engine.streams import Delays, Event, Stream
+from rpft.engine.trace import LINK
 
 _TASKS_IN_FLIGHT = 6
 """Tasks of a stream issued and not complete: enough to hide launching, few enough to bound memory. About every
@@ -91,7 +92,7 @@ class CudaStream(Stream):
 
     def _carry_out(self, task: Callable[[], object], what: str, copied_bytes: int) -> None:
         if self._link is not None and copied_bytes:
-            self._note_wait()
+            self._note_wait(LINK)
             transferred = self._link.reserve(self.native, copied_bytes)
 
             def transfer() -> None:
@@ -168,6 +169,9 @@ class CudaDevice:
         usable = free - _RESERVE_BYTES
         return usable if self._limit is None else min(usable, self._limit)
 
+    def used_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self.torch_device)
+
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.torch_device)
 
@@ -176,7 +180,7 @@ class CudaDevice:
 
     def reclaim(self) -> None:
         torch.cuda.synchronize(self.torch_device)
-        # Of every stream that has multiplied cuBLAS keeps a workspace, 32 MiB on Hopper, also when the stream is gone.
+        # cuBLAS keeps a workspace of every stream that has multiplied, 32 MiB on Hopper, also when that is gone.
         torch._C._cuda_clearCublasWorkspaces()  # type: ignore[attr-defined]
         with torch.cuda.device(self.torch_device):
             torch.cuda.empty_cache()

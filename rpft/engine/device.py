@@ -40,6 +40,10 @@ class Device(Protocol):
         """Device memory that the worker may take; None where it has none of its own."""
         ...
 
+    def used_bytes(self) -> int:
+        """Device memory held now; any thread's."""
+        ...
+
     def peak_bytes(self) -> int:
         """Most device memory held at once since the start, or since ``reset_peak``."""
         ...

@@ -125,11 +125,11 @@ class Stream:
         """
         self._put(lambda: self._carry_out(task, what, copied_bytes), what)
 
-    def wait(self, event: Event) -> None:
-        """What is queued after this starts when ``event`` is complete."""
+    def wait(self, event: Event, cause: str = "") -> None:
+        """What is queued after this starts when ``event`` is complete; ``cause`` says what that is in a trace."""
 
         def stand() -> None:
-            self._note_wait()
+            self._note_wait(cause)
             self._await(event)
 
         self._put(stand, "a wait")
@@ -153,10 +153,10 @@ class Stream:
         else:
             recorder.carry_out(task, what, copied_bytes)
 
-    def _note_wait(self) -> None:
+    def _note_wait(self, cause: str) -> None:
         recorder = self.recorder
         if recorder is not None:
-            recorder.wait_begins()
+            recorder.wait_begins(cause)
 
     def _await(self, event: Event) -> None:
         event.synchronize(self._failure)

@@ -19,6 +19,19 @@ from rpft.errors import UserError
 TASK, WAIT, PART = "task", "wait", "part"
 """The natures of a span: a task of a stream, standing still for events before one, a named part of one."""
 
+INPUT, WEIGHTS, OPTIMIZER, GRADIENTS, BUFFER, COMPUTE, LINK, CHECKPOINT = (
+    "input",
+    "weights",
+    "optimizer",
+    "gradients",
+    "buffer",
+    "compute",
+    "link",
+    "checkpoint",
+)
+"""What a stream stands still for: an activation or its gradient, weights, the optimizer's turn with either, a sum
+of gradients, memory that is still read, work of the compute stream, a link that is emulated, a save."""
+
 HOST = "host"
 """The worker of streams that belong to none, such as the optimizer's."""
 
@@ -40,6 +53,8 @@ class Span:
     """When the host began to issue it."""
     copied_bytes: int = 0
     """Above 0: a transfer between host and device."""
+    cause: str = ""
+    """Of a wait: what for."""
 
     @property
     def seconds(self) -> float:
@@ -130,7 +145,7 @@ class Trace:
             tasks = [s for s in self.spans if s.worker == worker and s.nature == TASK]
             compute = [s for s in tasks if s.stream == "compute"]
             transfers = [s for s in tasks if s.copied_bytes]
-            busy, either = _Cover(compute), _Cover([*compute, *transfers])
+            busy, either = Cover(compute), Cover([*compute, *transfers])
             found.append(
                 Overlap(
                     worker,
@@ -153,7 +168,7 @@ class Trace:
         for (worker, stream), spans in of.items():
             tasks = [s for s in spans if s.nature == TASK]
             transfers = [s for s in tasks if s.copied_bytes]
-            busy = _Cover([s for s in spans if s.nature == PART] or tasks).seconds
+            busy = Cover([s for s in spans if s.nature == PART] or tasks).seconds
             waiting = sum(s.seconds for s in spans if s.nature == WAIT)
             copied, seconds = sum(s.copied_bytes for s in transfers), sum(s.seconds for s in transfers)
             uses.append(StreamUse(worker, stream, len(tasks), busy, waiting, copied, seconds))
@@ -180,7 +195,11 @@ class Trace:
                 "cat": s.nature,
                 "ts": round(s.start_seconds * 1e6, 3),
                 "dur": round(s.seconds * 1e6, 3),
-                "args": {"bytes": s.copied_bytes, "issued": round(s.issued_seconds * 1e6, 3)},
+                "args": {
+                    "bytes": s.copied_bytes,
+                    "issued": round(s.issued_seconds * 1e6, 3),
+                    **({"waits for": s.cause} if s.cause else {}),
+                },
             }
             for s in self.spans
         ]
@@ -204,11 +223,12 @@ def read_chrome_trace(path: Path) -> Trace:
         elif event["ph"] == "X":
             start, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
             place = rows[event["tid"]]
-            spans.append(Span(*place, event["cat"], name, start, end, args["issued"] / 1e6, args["bytes"]))
+            issued, cause = args["issued"] / 1e6, args.get("waits for", "")
+            spans.append(Span(*place, event["cat"], name, start, end, issued, args["bytes"], cause))
     return Trace(list(rows.values()), spans, **content["otherData"])
 
 
-class _Cover:
+class Cover:
     """The time that any of some spans covers."""
 
     def __init__(self, spans: Iterable[Span]) -> None:
@@ -225,6 +245,10 @@ class _Cover:
                 self._starts.append(s.start_seconds)
                 self._ends.append(s.end_seconds)
                 self.seconds += s.seconds
+
+    def common(self, other: Cover) -> float:
+        """Seconds that both cover."""
+        return sum(other.within(start, end) for start, end in zip(self._starts, self._ends, strict=True))
 
     def within(self, start_seconds: float, end_seconds: float) -> float:
         """Covered seconds between two times."""

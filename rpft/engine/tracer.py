@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from rpft.engine.trace import HOST, PART, TASK, WAIT, Span, Trace
 
@@ -54,35 +54,65 @@ class Recorder:
     """Notes what one stream does, in the stream's own thread; times are looked up when the trace is over."""
 
     def __init__(self, stamp: Callable[[], Any]) -> None:
-        self.notes: list[tuple[str, str, Any, Any, float, int]] = []
-        """(nature, what, first stamp, last stamp, host time of issue, bytes)."""
+        self.notes: list[_Note] = []
         self._stamp = stamp
-        self._waiting: tuple[Any, float] | None = None
-        self._what = ""
+        self._waits: list[tuple[str, Any, float]] = []
+        """(cause, stamp, host time) of the waits since the last task."""
+        self._task: _Note | None = None
 
-    def wait_begins(self) -> None:
-        """The stream may stand still from here on, until its next task."""
-        if self._waiting is None:
-            self._waiting = self._stamp(), time.perf_counter()
+    def wait_begins(self, cause: str) -> None:
+        """The stream may stand still from here on, for ``cause``, until it has another cause or a task."""
+        if not self._waits or self._waits[-1][0] != cause:
+            self._waits.append((cause, self._stamp(), time.perf_counter()))
 
     def carry_out(self, task: Callable[[], object], what: str, copied_bytes: int) -> None:
-        """Does ``task`` and notes it, and the wait before it."""
+        """Does ``task`` and notes it, and the waits before it."""
         issued, first = time.perf_counter(), self._stamp()
-        if self._waiting is not None:
-            since, asked = self._waiting
-            self._waiting = None
-            self.notes.append((WAIT, f"wait: {what}", since, first, asked, 0))
-        self._what, _thread.recorder = what, self
-        task()
-        _thread.recorder = None
-        self.notes.append((TASK, what, first, self._stamp(), issued, copied_bytes))
+        self.notes += _waits(self._waits, first, what)
+        self._waits = []
+        self._task, _thread.recorder = _Note(TASK, what, first, None, issued, copied_bytes), self
+        try:
+            task()
+            self.notes.append(self._task._replace(last=self._stamp()))
+        finally:
+            self._task = _thread.recorder = None
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def part(self, name: str, nature: str, cause: str) -> Iterator[None]:
         """Notes what happens inside as a part of the current task."""
         issued, first = time.perf_counter(), self._stamp()
         yield
-        self.notes.append((PART, f"{self._what}: {name}", first, self._stamp(), issued, 0))
+        assert self._task is not None
+        self.notes.append(_Note(nature, f"{self._task.what}: {name}", first, self._stamp(), issued, 0, cause))
+
+    def all_notes(self) -> list[_Note]:
+        """What was noted, and, without a last stamp, what is still under way; any thread's."""
+        task, waits = self._task, list(self._waits)
+        under_way = _waits(waits, None, "what comes next") if task is None else [task]
+        notes = list(self.notes)
+        noted = {id(note.first) for note in notes[-2 - 2 * len(waits) :]}  # over by now
+        return notes + [note for note in under_way if id(note.first) not in noted]
+
+
+class _Note(NamedTuple):
+    """A span before its times are known: ``first`` and ``last`` are stamps, no last one if it is not over."""
+
+    nature: str
+    what: str
+    first: Any
+    last: Any
+    issued: float
+    copied_bytes: int = 0
+    cause: str = ""
+
+
+def _waits(begun: list[tuple[str, Any, float]], last: Any, what: str) -> list[_Note]:
+    """The waits before the task ``what``: each lasts until the next begins, and the last of them to ``last``."""
+    ends = [*(stamp for _, stamp, _ in begun[1:]), last]
+    return [
+        _Note(WAIT, f"wait: {what}", stamp, end, asked, 0, cause)
+        for (cause, stamp, asked), end in zip(begun, ends, strict=False)
+    ]
 
 
 class _Thread(threading.local):
@@ -94,8 +124,22 @@ _thread = _Thread()
 
 def span(name: str) -> AbstractContextManager[None]:
     """Inside a task of a traced stream: notes the block as a part of the task. Elsewhere it does nothing."""
+    return _part(name, PART, "")
+
+
+def standing_still(cause: str) -> AbstractContextManager[None]:
+    """As ``span``, of a block in which the task waits for ``cause``."""
+    return _part(f"waits for {cause}", WAIT, cause)
+
+
+def _part(name: str, nature: str, cause: str) -> AbstractContextManager[None]:
     recorder = _thread.recorder
-    return nullcontext() if recorder is None else recorder.part(name)
+    return nullcontext() if recorder is None else recorder.part(name, nature, cause)
+
+
+def being_traced(streams: Sequence[Stream]) -> bool:
+    """Whether some trace has any of ``streams`` at the moment; a stream can be in one at a time."""
+    return any(stream.recorder is not None for stream in streams)
 
 
 class Tracer:
@@ -106,6 +150,16 @@ class Tracer:
         self._clocks = list({id(stream.clock): stream.clock for stream in streams}.values())
         self._origin_seconds = 0.0
 
+    @property
+    def origin_seconds(self) -> float:
+        """When the trace began, on the clock of ``time.perf_counter``."""
+        return self._origin_seconds
+
+    def drop(self) -> None:
+        """Ends the trace without a result, and waits for nothing; for an engine that failed."""
+        for stream in self._streams:
+            stream.recorder = None
+
     def start(self) -> None:
         """Begins to note tasks; waits once for what the devices have been given so far."""
         for clock in self._clocks:
@@ -115,23 +169,30 @@ class Tracer:
             stream.recorder = Recorder(stream.stamp)
 
     def stop(self) -> Trace:
-        """Ends the trace; waits for what devices have been given. Tasks still being issued are left out."""
+        """Ends the trace; waits for what devices have been given. What is still under way ends with the trace."""
         stopped = time.perf_counter() - self._origin_seconds
         recorders = [stream.recorder for stream in self._streams]
         for stream in self._streams:
             stream.recorder = None
-        notes = [list(recorder.notes) if recorder is not None else [] for recorder in recorders]
+        notes = [[] if recorder is None else recorder.all_notes() for recorder in recorders]
         for clock in self._clocks:
             clock.finish()
         rows, spans = [], []
         for stream, noted in zip(self._streams, notes, strict=True):
             worker, stream_name = _row(stream.name)
             rows.append((worker, stream_name))
-            for nature, what, first, last, issued, copied_bytes in noted:
-                start = stream.clock.seconds(first) - self._origin_seconds
-                end = max(start, stream.clock.seconds(last) - self._origin_seconds)
-                issued -= self._origin_seconds
-                spans.append(Span(worker, stream_name, nature, what, start, end, issued, copied_bytes))
+            for note in noted:
+                start = stream.clock.seconds(note.first) - self._origin_seconds
+                end = stopped
+                if note.last is not None:
+                    end = stream.clock.seconds(note.last) - self._origin_seconds
+                elif start >= stopped:
+                    continue
+                issued = note.issued - self._origin_seconds
+                times = start, max(start, end), issued
+                spans.append(
+                    Span(worker, stream_name, note.nature, note.what, *times, note.copied_bytes, note.cause)
+                )
         return Trace(rows, spans, 0.0, max([stopped, *(s.end_seconds for s in spans)]))
 
 

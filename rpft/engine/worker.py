@@ -22,6 +22,7 @@ from rpft.engine.device import Device
 from rpft.engine.failure import Failure
 from rpft.engine.slot import HostBatch, Slot, SlotKind, Task
 from rpft.engine.streams import Delays, Event, Stream
+from rpft.engine.trace import BUFFER, COMPUTE, GRADIENTS, INPUT, OPTIMIZER, WEIGHTS
 from rpft.model.functions import DeviceBatch, LayerFunctions
 from rpft.model.layout import ALIGNMENT_ELEMENTS, LayerLayout
 from rpft.model.packed_attention import row_starts
@@ -94,7 +95,7 @@ class Worker:
     def enqueue(self, slot: Slot) -> None:
         """Queues all work of ``slot``; never blocks."""
         weights, freed = self._upload_weights(slot)
-        self._compute.wait(slot.uploaded)
+        self._compute.wait(slot.uploaded, WEIGHTS)
         run = SlotRun(
             slot,
             weights,
@@ -119,10 +120,10 @@ class Worker:
     def _upload_weights(self, slot: Slot) -> tuple[torch.Tensor, Event]:
         buffer, free, freed = self._weight_ring.next()
         up = self._weights_up
-        up.wait(free)
+        up.wait(free, BUFFER)
         for copy in slot.weights:
             target = buffer[copy.start : copy.start + copy.source.numel()]
-            up.wait(copy.written)
+            up.wait(copy.written, OPTIMIZER)
             self._queue_copy(up, target, copy.source, f"{slot} weights")
         up.record(slot.uploaded)
         return buffer, freed
@@ -133,11 +134,11 @@ class Worker:
         hidden = reading.boundary.hidden
         view = buffer[: hidden.nbytes].view(hidden.dtype).view(hidden.shape)
         up = self._activations_up
-        up.wait(free)
-        up.wait(reading.boundary.delivered)
+        up.wait(free, BUFFER)
+        up.wait(reading.boundary.delivered, INPUT)
         self._queue_copy(up, view, hidden, what)
         up.record(reading.done)
-        self._compute.wait(reading.done)
+        self._compute.wait(reading.done, INPUT)
         return view, lambda: self._let_go(view, freed, what)
 
     def _bring_input_up(self, task: Task, layer: int, what: str) -> tuple[torch.Tensor | None, Callable[[], None]]:
@@ -154,7 +155,7 @@ class Worker:
     def _send_down(self, take: Callable[[], torch.Tensor], boundary: Boundary, ready: Event, what: str) -> None:
         """Queues the download of the tensor that ``take`` gives once ``ready`` is complete."""
         down = self._activations_down
-        down.wait(ready)
+        down.wait(ready, COMPUTE)
 
         def copy() -> None:
             tensor = take()
@@ -180,22 +181,22 @@ class Worker:
         """Queues ``copy``, which fills ``boundary``, when the last readers of its memory are done."""
         down = self._activations_down
         for guard in boundary.writable_after:
-            down.wait(guard)
+            down.wait(guard, BUFFER)
         down.run(copy, what, copied_bytes=boundary.hidden.nbytes)
         down.record(boundary.delivered)
 
     def _bring_gradients_up(self, slot: Slot, accumulator: torch.Tensor, free: Event) -> None:
         """Queues what the gradient sums of a slot start from: zero, or the sums of the round before."""
-        self._compute.wait(free)
+        self._compute.wait(free, GRADIENTS)
         if not any(copy.goes_on for copy in slot.gradients):
             self._compute.run(accumulator.zero_, f"{slot} begin")
             return
         up = self._weights_up
-        up.wait(free)
+        up.wait(free, BUFFER)
         for copy in slot.gradients:
-            up.wait(copy.after)
+            up.wait(copy.after, GRADIENTS)
             self._queue_copy(up, copy.part_of(accumulator), copy.host, f"{slot} gradients up")
-        self._compute.wait(up.record(Event()))
+        self._compute.wait(up.record(Event()), GRADIENTS)
 
     def _send_gradients_down(self, slot: Slot, accumulator: torch.Tensor, freed: Event) -> None:
         """Queues the end of a slot's gradient sums: their norm, their rounding, their way to the host store."""
@@ -208,14 +209,14 @@ class Worker:
         if self._rounds_gradients:
             buffer, free, sent = self._rounded_ring.next()
             source = buffer.view(self._gradient_dtype)[: accumulator.numel()]
-            self._compute.wait(free)
+            self._compute.wait(free, GRADIENTS)
             self._compute.run(lambda: source.copy_(accumulator), f"{slot} gradients rounded")
             self._let_go(accumulator, freed, f"{slot} gradients")
         down = self._gradients_down
-        down.wait(self._compute.record(Event()))
+        down.wait(self._compute.record(Event()), COMPUTE)
         down.run(lambda: _store_squares(squares, down), f"{slot} gradient norm")
         for copy in slot.gradients:
-            down.wait(copy.after)
+            down.wait(copy.after, GRADIENTS if copy.goes_on else OPTIMIZER)
             self._queue_copy(down, copy.host, copy.part_of(source), f"{slot} gradients")
             down.record(copy.landed)
         down.run(lambda: self.device.release(source), f"{slot} gradients")
@@ -286,7 +287,7 @@ class Worker:
         assert slot.losses is not None
         assert slot.losses_ready is not None
         losses, ready = slot.losses, slot.losses_ready
-        self._activations_down.wait(self._compute.record(Event()))
+        self._activations_down.wait(self._compute.record(Event()), COMPUTE)
         self._activations_down.run(lambda: run.store_losses(losses, self._activations_down), f"{slot} losses")
         self._activations_down.record(ready)
 

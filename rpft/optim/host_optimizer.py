@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rpft.engine.controller import Update
 from rpft.engine.failure import POLL_SECONDS, Failure
 from rpft.engine.streams import Delays, Event, Stream
-from rpft.engine.tracer import span
+from rpft.engine.trace import CHECKPOINT, COMPUTE, GRADIENTS, WEIGHTS
+from rpft.engine.tracer import span, standing_still
 from rpft.model.host_store import HostStore
 from rpft.optim.adamw import AdamW, BorrowedGradient, gradient_parts
 from rpft.optim.one_pass import FusedPass, OnePass
@@ -37,6 +39,8 @@ class UpdateResult:
     skipped_in_a_row: int
     skipped_steps: int
     """Skipped since the run began, this one included."""
+    update_seconds: float = field(default=0.0, compare=False)
+    """From the arrival of the last gradient to the last layer's update: how far it came behind the workers."""
 
 
 class HostOptimizer:
@@ -117,15 +121,17 @@ class HostOptimizer:
             self._results[result.step] = result
             self._changed.notify_all()
 
-    def _wait(self, events: list[Event]) -> None:
+    def _wait(self, events: list[Event], cause: str) -> None:
         self._pause()
-        for event in events:
-            event.synchronize(self._failure)
+        with standing_still(cause):
+            for event in events:
+                event.synchronize(self._failure)
 
     def _apply(self, update: Update) -> UpdateResult:
         ticket = update.ticket
         norm = self._gradient_norm(update) / ticket.trained_tokens
-        self._wait(ticket.losses.ready)
+        self._wait(ticket.losses.ready, COMPUTE)
+        landed = time.perf_counter()
         loss_sum = ticket.losses.total()
         rate = self._schedule(ticket.step)
         skipped = not (math.isfinite(norm) and math.isfinite(loss_sum))
@@ -140,13 +146,15 @@ class HostOptimizer:
             ticket.read[index].set()
             update.after.written[index].set()
         self.updates_applied += not skipped
-        return UpdateResult(ticket.step, loss_sum, rate, norm, skipped, self._skipped_in_a_row, self.skipped_steps)
+        seconds = time.perf_counter() - landed
+        counts = self._skipped_in_a_row, self.skipped_steps
+        return UpdateResult(ticket.step, loss_sum, rate, norm, skipped, *counts, seconds)
 
     def _gradient_norm(self, update: Update) -> float:
         """Norm of the gradient sum. Workers have squared their layers' gradients, all but those with two uses."""
         square = 0.0
         for index in reversed(range(len(self._store.layers))):  # the order in which gradients land
-            self._wait([update.ticket.landed[index]])
+            self._wait([update.ticket.landed[index]], GRADIENTS)
             if self._borrowed[index]:
                 parts = gradient_parts(self._store.layers[index], self._borrowed[index])
                 with span(f"norm of layer {index}"):
@@ -166,8 +174,9 @@ class HostOptimizer:
         layer, source, target = self._store.layers[index], update.before.copy, update.after.copy
         if rate is None and source == target:
             return
-        self._wait(update.replaced.readers[index])
-        self._before_update(update.ticket.step, index)
+        self._wait(update.replaced.readers[index], WEIGHTS)
+        with standing_still(CHECKPOINT):
+            self._before_update(update.ticket.step, index)
         if rate is None:
             layer.copy(target).copy_(layer.copy(source))
             layer.latest = target

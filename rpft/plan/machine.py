@@ -175,7 +175,7 @@ def datasheet_profiles(
     """
     rate = achieved * machine.gpus[0].tflops * 1e12
     shape, tokens = work.shape, work.max_tokens
-    attention = _attention_operations(skeleton.model.config.get_text_config(), sequence)
+    attention = attention_operations(skeleton.model.config.get_text_config(), sequence)
     chunk = min(tokens, HEAD_CHUNK_TOKENS[work.kernels])
     logits = int(chunk * shape.vocab_size * HEAD_CHUNK_BYTES_PER_LOGIT[work.kernels])
     hidden = tokens * shape.hidden_size * shape.itemsize
@@ -211,7 +211,7 @@ def _bytes_beside_products(config: Any, work: Workload) -> float:
     return work.shape.itemsize * (hidden * work.shape.hidden_size + widened * experts * width)
 
 
-def _attention_operations(config: Any, sequence: int) -> float:
+def attention_operations(config: Any, sequence: int) -> float:
     """Of one token and layer: queries by keys and weights by values, half of them masked."""
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads

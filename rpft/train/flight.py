@@ -54,4 +54,5 @@ class Flight:
             skipped_steps=result.skipped_steps,
             host_rss_bytes=psutil.Process().memory_info().rss,
             devices=[{"name": device.name, "peak_bytes": device.peak_bytes()} for device in devices],
+            optimizer_seconds=result.update_seconds,
         )

@@ -41,6 +41,8 @@ from rpft.train.rows import use_template
 from rpft.train.save_log import SaveLog
 from rpft.train.saver import Saver
 from rpft.train.spikes import Spike, SpikeGuard
+from rpft.train.tracing import StepTracing
+from rpft.train.watched import Watched
 
 MOST_SKIPPED_IN_A_ROW = 3
 
@@ -138,7 +140,11 @@ class Trainer:
     # -- the loop ------------------------------------------------------------------------------------------
 
     def _train(self) -> None:
-        self._reporter.begin(self._state.step + 1, self._num_steps)
+        streams = self._machinery.streams
+        watched = Watched(self._prepared, streams)
+        steps = self._recipe.engine.trace_steps
+        self._tracing = StepTracing(self.output_dir, steps, streams, watched, self._reporter.say)
+        self._reporter.begin(self._state.step + 1, self._num_steps, watched)
         self._last_save = time.monotonic()
         stop = self._stop_of(self._begin)
         while stop is not None:
@@ -170,13 +176,14 @@ class Trainer:
         if self._eval_batches and self._evaluated < 0:
             self._evaluate(0)
         self._at_boundary(self._submitted)
+        self._tracing.begin(self._submitted, self._num_steps)
         for step in range(self._submitted + 1, self._num_steps + 1):
             flight, machinery = Flight(step, self._data.step(step)), self._machinery
             if step in self._state.passed_over:
                 self._finish_in_flight()
                 self._note(flight, machinery.optimizer.pass_over(step))
             else:
-                self._first_steps.before(step, [*machinery.engine.streams, machinery.optimizer.stream])
+                self._first_steps.before(step, machinery.streams())
                 machinery.engine.submit_step(step, flight.host_batches())
                 self._finish_in_flight()
                 self._in_flight = flight
@@ -188,6 +195,7 @@ class Trainer:
         self._rest()
         if self._eval_batches and not self._metrics.has_evaluation(self._num_steps):
             self._evaluate(self._num_steps)
+        self._tracing.close()
         self._saver.wait()
         self._saves.note(self._saver.take_reports())
 
@@ -225,8 +233,10 @@ class Trainer:
         before = replace(now, plan=self._prepared.plan).full_step_seconds()
         share = 100 * (1 - now.full_step_seconds() / before)
         self._finish_in_flight()
+        self._tracing.drop()
         self._machinery.change_plan(now)
         self._go_on_with(now)
+        self._tracing.begin(self._submitted, self._num_steps)
         self._reporter.say(
             f"step {self._state.step}: by the times of the first steps another plan is {share:.0f}% faster: the"
             f" run goes on with it: forward {' '.join(map(str, now.plan.forward)) or '-'}; backward"
@@ -254,6 +264,7 @@ class Trainer:
             self._saver.wait()
             self._saves.note(self._saver.take_reports(), may_fail=False)
             assert self._saves.last_checkpoint is not None
+            self._tracing.close()
             raise Interrupted(asked, step, self._saves.last_checkpoint)
         self._saves.note(self._saver.take_reports())
         self._past_boundary = step
@@ -296,6 +307,7 @@ class Trainer:
         if self._saver.armed_step == flight.step:
             self._saver.start(self._state)
         self._reporter.stepped(record)
+        self._tracing.passed(record.step)
         if self._state.skipped_in_a_row >= MOST_SKIPPED_IN_A_ROW:
             steps = range(flight.step - MOST_SKIPPED_IN_A_ROW + 1, flight.step + 1)
             rows = keep_batches(self.output_dir, self._data, steps)

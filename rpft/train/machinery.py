@@ -16,7 +16,7 @@ import torch
 
 from rpft.engine.engine import Engine
 from rpft.engine.failure import POLL_SECONDS, EngineError, Failure, causes
-from rpft.engine.streams import Delays, Event
+from rpft.engine.streams import Delays, Event, Stream
 from rpft.engine.watchdog import Watchdog
 from rpft.model.host_store import HostStore
 from rpft.optim.adamw import AdamW
@@ -48,6 +48,11 @@ class Machinery:
     def engine(self) -> Engine:
         assert self._engine is not None
         return self._engine
+
+    def streams(self) -> list[Stream]:
+        """Those of the engine and of the optimizer; none while there is no engine. Any thread's."""
+        engine = self._engine
+        return [] if engine is None else [*engine.streams, self.optimizer.stream]
 
     def _begin_at(self, state: TrainState) -> None:
         recipe = self.prepared.recipe

@@ -34,6 +34,8 @@ class StepRecord:
     host_rss_bytes: int
     devices: list[dict[str, Any]]
     """[{name, peak_bytes}], one a worker."""
+    optimizer_seconds: float = 0.0
+    """From the arrival of the step's last gradient to the last layer's update."""
 
 
 @dataclass(frozen=True)

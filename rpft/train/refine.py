@@ -17,7 +17,7 @@ from functools import partial
 
 from rpft.engine.streams import Stream
 from rpft.engine.trace import PART, TASK, Trace
-from rpft.engine.tracer import Tracer
+from rpft.engine.tracer import Tracer, being_traced
 from rpft.plan.bill import make_bill
 from rpft.plan.choose import step_shape
 from rpft.plan.costs import layer_costs, measured_costs
@@ -64,13 +64,16 @@ class FirstSteps:
         self._wanted &= left * WORTH_A_CHANGE > _PAYS_AFTER
 
     def before(self, step: int, streams: Sequence[Stream]) -> None:
-        """To be called before ``step`` is submitted."""
-        if self._wanted and step == self._traced:
+        """To be called before ``step`` is submitted. One that is traced for somebody else is left to them."""
+        if self._wanted and self._tracer is None and step >= self._traced and not being_traced(streams):
+            self._traced = step
             self._tracer = Tracer(streams)
             self._tracer.start()
 
     def forget(self) -> None:
         """The run goes on otherwise: nothing is traced or changed any more."""
+        if self._tracer is not None:
+            self._tracer.drop()
         self._tracer, self._wanted = None, False
 
     def after(self, step: int) -> Prepared | None:

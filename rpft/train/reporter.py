@@ -6,23 +6,32 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rpft.train.metrics import EvalRecord, StepRecord
 
+if TYPE_CHECKING:
+    from rpft.train.watched import Watched
+
 
 class Reporter(Protocol):
-    """Receives the events of a run, all from the main thread."""
+    """Receives the events of a run, all but warnings from the main thread."""
 
     def say(self, text: str) -> None:
         """A line of prose."""
+        ...
+
+    def warn(self, text: str) -> None:
+        """What a person should know of; from any thread."""
         ...
 
     def loading(self, done: int, total: int) -> None:
         """Tensors of the checkpoint read so far."""
         ...
 
-    def begin(self, first_step: int, num_steps: int) -> None: ...
+    def begin(self, first_step: int, num_steps: int, watched: Watched | None = None) -> None:
+        """Training begins; ``watched`` tells at any time how it stands."""
+        ...
 
     def stepped(self, record: StepRecord) -> None: ...
 
@@ -43,11 +52,14 @@ class LastingReporter:
     def say(self, text: str) -> None:
         self._try(lambda: self._reporter.say(text))
 
+    def warn(self, text: str) -> None:
+        self._try(lambda: self._reporter.warn(text))
+
     def loading(self, done: int, total: int) -> None:
         self._try(lambda: self._reporter.loading(done, total))
 
-    def begin(self, first_step: int, num_steps: int) -> None:
-        self._try(lambda: self._reporter.begin(first_step, num_steps))
+    def begin(self, first_step: int, num_steps: int, watched: Watched | None = None) -> None:
+        self._try(lambda: self._reporter.begin(first_step, num_steps, watched))
 
     def stepped(self, record: StepRecord) -> None:
         self._try(lambda: self._reporter.stepped(record))

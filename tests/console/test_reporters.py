@@ -3,12 +3,13 @@
 import io
 import re
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from rpft.console import make_reporter
+from rpft.console import choose_console, make_reporter
 from rpft.console.live import LiveReporter
 from rpft.console.plain import PlainReporter
 from rpft.console.text import Pace
@@ -58,13 +59,14 @@ def test_plain_lines_hold_every_figure_of_a_step(capsys):
     assert all(re.match(r"\d\d:\d\d:\d\d \S", line) for line in lines)
     steps = [line for line in lines if " step " in line and " | " in line]
     assert len(steps) == 9
-    head, *rest = steps[0].split(" | ")
-    assert head.endswith("step 1/1000")
+    assert steps[0].endswith("ETA -")  # the first step, which compiles, says nothing of the others
+    head, *rest = steps[2].split(" | ")
+    assert head.endswith("step 3/1000")
     said = dict(part.rsplit(" ", 1) for part in rest if part.startswith(("loss", "lr", "grad norm", "ETA")))
-    assert said == {"loss": "2.3457", "lr": "1.50e-05", "grad norm": "1.250", "ETA": "0:33:18"}
-    assert "cuda:0 20.0 GiB cuda:1 21.0 GiB" in steps[0]
-    assert "RAM 40.0 GiB" in steps[0]
-    assert "skipped" not in steps[0]
+    assert said == {"loss": "2.3457", "lr": "1.50e-05", "grad norm": "1.250", "ETA": "0:33:14"}
+    assert "cuda:0 20.0 GiB cuda:1 21.0 GiB" in steps[2]
+    assert "RAM 40.0 GiB" in steps[2]
+    assert "skipped" not in steps[2]
     assert "skipped 1" in steps[-1]
     assert "saved out/checkpoints/step-00000008" in "\n".join(lines)
     assert "loss 1.5000 over 1000 tokens" in lines[-1]
@@ -166,8 +168,10 @@ def test_auto_is_live_on_a_terminal_and_plain_in_pipes_and_in_ci(console, termin
 
 def test_the_time_left_follows_the_usual_step_and_not_the_slow_first_one():
     pace = Pace(101)
-    assert pace.eta(record(1, step_seconds=60.0)) == "1:40:00"
-    for step in range(2, 11):
+    assert pace.eta(record(1, step_seconds=60.0)) == "-"
+    assert pace.eta(record(2, step_seconds=40.0)) == "1:06:00"  # the best that is known
+    assert pace.eta(record(3, step_seconds=2.0)) == "0:03:16"  # two that compiled do not count
+    for step in range(4, 11):
         eta = pace.eta(record(step, step_seconds=2.0))
     assert eta == "0:03:02"
     assert pace.eta(record(101, step_seconds=2.0)) == "0:00:00"
@@ -180,3 +184,112 @@ def test_the_time_left_follows_a_change_of_pace():
     for step in range(101, 121):
         eta = pace.eta(record(step, step_seconds=10.0))
     assert eta == "2:26:40"
+
+
+def test_a_prediction_stands_in_until_there_are_steps_enough():
+    pace = Pace(100, expected_seconds=3.0)
+    assert pace.eta(record(1, step_seconds=20.0)) == "0:04:57"
+    assert pace.eta(record(2, step_seconds=20.0)) == "0:04:54"
+    for step in (3, 4, 5):
+        eta = pace.eta(record(step, step_seconds=1.0))
+    assert eta == "0:01:35"
+
+
+def test_the_mean_rate_leaves_out_the_first_step():
+    pace = Pace(10)
+    pace.see(record(1, step_seconds=60.0, tokens=100))
+    assert pace.tokens_per_second is None
+    for step, seconds in ((2, 1.0), (3, 3.0)):
+        pace.see(record(step, step_seconds=seconds, tokens=100))
+    assert pace.tokens_per_second == 50.0
+
+
+def test_warnings_come_above_the_display_and_on_standard_error_of_plain_lines(capsys):
+    file = io.StringIO()
+    live = LiveReporter(Console(file=file, width=80, force_terminal=True, highlight=False))
+    live.warn("page-locking was refused")
+    live.close()
+    assert "warning: page-locking was refused" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
+    PlainReporter(1).warn("page-locking was refused")
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.endswith("warning: page-locking was refused\n")
+
+
+def test_a_terminal_that_is_gone_ends_the_drawing_and_is_told_to_the_next_call():
+    class Gone(io.StringIO):
+        closed_at = None
+
+        def write(self, text):
+            if self.closed_at is not None:
+                raise OSError(5, "Input/output error")
+            return super().write(text)
+
+    file = Gone()
+    live = LiveReporter(Console(file=file, width=80, force_terminal=True, highlight=False))
+    file.closed_at = 1
+    live._thread.join(10.0)
+    assert not live._thread.is_alive()
+    with pytest.raises(OSError, match="Input/output error"):
+        live.say("hello")
+
+
+def test_a_new_width_clears_the_screen_and_the_display_is_drawn_for_it():
+    file = io.StringIO()
+    console = Console(file=file, width=120, force_terminal=True, highlight=False)
+    live = LiveReporter(console)
+    live.begin(1, 10)
+    live.stepped(record(1))
+    console.width = 60
+    live._draw()
+    drawn_anew = file.getvalue().rpartition("\x1b[2J")[2]
+    live.close()
+    assert drawn_anew != file.getvalue()
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn_anew).replace("\r", "\n").splitlines()
+    assert any("step 1/10" in line for line in lines)
+    assert max(len(line.rstrip()) for line in lines) <= 60
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setenv("CI", "")
+    monkeypatch.setenv("TERM", "dumb")
+    assert choose_console("auto") == "plain"
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert choose_console("auto") == "rich"
+
+
+def test_figures_that_cannot_be_drawn_do_not_take_the_messages_with_them(caplog):
+    file = io.StringIO()
+    live = LiveReporter(Console(file=file, width=80, force_terminal=True, highlight=False))
+    live._board.lines = lambda *size: 1 / 0
+    live.say("one")
+    live.say("two")
+    live.close()
+    assert "one" in file.getvalue()
+    assert "two" in file.getvalue()
+    assert [record.getMessage() for record in caplog.records] == ["the figures of the run can no longer be drawn"]
+
+
+def test_a_terminal_that_is_halted_holds_up_nothing():
+    class Halted(io.StringIO):
+        halted, goes_on = threading.Event(), threading.Event()
+
+        def write(self, text):
+            if "hello" in text:
+                self.halted.set()
+                self.goes_on.wait(30)
+            return super().write(text)
+
+    file = Halted()
+    live = LiveReporter(Console(file=file, width=80, force_terminal=True, highlight=False))
+    live.begin(1, 10)
+    live.say("hello")
+    assert file.halted.wait(10)
+    live.say("and more")
+    live.stepped(record(1))
+    file.goes_on.set()
+    live.close()
+    assert "and more" in file.getvalue()

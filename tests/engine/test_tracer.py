@@ -218,3 +218,50 @@ def test_tracing_an_engine_changes_no_bit_and_every_stream_has_its_row(tmp_path)
     for o in trace.overlap():
         assert o.compute_busy + o.only_transfers + o.idle == pytest.approx(1.0)
         assert 0.0 <= o.hidden <= 1.0
+
+
+def test_waits_for_different_things_follow_one_another(run):
+    tracer = Tracer(run.streams)
+    compute, up, optimizer = run.streams
+    first, second = threading.Event(), threading.Event()
+    tracer.start()
+    up.run(lambda: first.wait(5.0), "copy")
+    optimizer.run(lambda: second.wait(5.0), "update")
+    compute.wait(up.record(Event()), "weights")
+    compute.wait(optimizer.record(Event()), "optimizer")
+    compute.run(lambda: None, "task")
+    first.set()
+    up.record(Event()).synchronize(run.failure)
+    second.set()
+    run.drain()
+    trace = tracer.stop()
+    weights, update = spans_of(trace, "compute", WAIT)
+    assert (weights.cause, update.cause) == ("weights", "optimizer")
+    assert weights.end_seconds == update.start_seconds
+    assert update.end_seconds == spans_of(trace, "compute")[0].start_seconds
+
+
+def test_what_is_under_way_when_a_trace_ends_is_noted_up_to_there(run):
+    tracer = Tracer(run.streams)
+    compute, up, _ = run.streams
+    begun, over = threading.Event(), threading.Event()
+    tracer.start()
+
+    def copy():
+        begun.set()
+        over.wait(5.0)
+
+    up.run(copy, "copy", copied_bytes=7)
+    compute.wait(up.record(Event()), "weights")
+    compute.run(lambda: None, "task")
+    assert begun.wait(5.0)
+    while not compute.recorder._waits:
+        pass
+    trace = tracer.stop()
+    over.set()
+    run.drain()
+    [under_way] = spans_of(trace, "weights up")
+    assert (under_way.what, under_way.copied_bytes, under_way.end_seconds) == ("copy", 7, trace.end_seconds)
+    [wait] = spans_of(trace, "compute", WAIT)
+    assert (wait.cause, wait.end_seconds) == ("weights", trace.end_seconds)
+    assert spans_of(trace, "compute") == []

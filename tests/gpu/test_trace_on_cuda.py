@@ -9,8 +9,9 @@ from support.engines import plan_of, run_engine
 from rpft.engine import cuda
 from rpft.engine.cuda import CudaDevice
 from rpft.engine.failure import Failure
+from rpft.engine.idle import idle_by_cause
 from rpft.engine.streams import Delays, Event
-from rpft.engine.trace import TASK
+from rpft.engine.trace import TASK, WAIT
 from rpft.engine.tracer import Tracer
 
 pytestmark = [
@@ -117,3 +118,33 @@ def test_no_link_is_emulated_unless_asked_for(monkeypatch):
     stream.close()
     assert stream.join(5.0)
     assert int(there.sum()) == 7 * 4096
+
+
+def test_a_trace_of_one_step_in_mid_run_changes_no_bit_and_accounts_for_all_time(checkpoint, make_device, plain):
+    """As the live display takes it: started and stopped while the engine has work, from the main thread."""
+    expected = plain(make_device)
+    found = []
+
+    def trace_it(engine, optimizer):
+        tracer, wait = Tracer([*engine.streams, optimizer.stream]), optimizer.wait
+
+        def waited(step):
+            result = wait(step)
+            if step == 1:
+                tracer.start()
+            elif step == 2:
+                found.append(tracer.stop())
+            return result
+
+        optimizer.wait = waited
+
+    traced = run_engine(checkpoint("llama"), PLAN, 2, steps=2, make_device=make_device, before_run=trace_it)
+    assert expected.differences(traced) == []
+    [trace] = found
+    assert [s for s in trace.spans if s.nature == WAIT and not s.cause] == []
+    for account in idle_by_cause(trace):
+        assert min(account.seconds.values()) >= 0.0
+        assert account.busy_seconds > 0.0
+        if torch.cuda.device_count() >= 2:  # else two workers share the rows of one GPU
+            total = account.busy_seconds + sum(account.seconds.values())
+            assert total == pytest.approx(account.window_seconds, rel=0.01)

@@ -125,7 +125,7 @@ class Project:
 
 OnStep = Callable[[StepRecord], None]
 OnSave = Callable[[Path], None]
-TIMES = ("tokens_per_second", "step_seconds", "host_rss_bytes", "devices")
+TIMES = ("tokens_per_second", "step_seconds", "optimizer_seconds", "host_rss_bytes", "devices")
 """Keys of a step's metrics that are measured, not computed."""
 
 

@@ -16,7 +16,7 @@ from rpft.recipe.load import load_recipe
 
 STEP_KEYS = [
     *("step", "epoch", "loss", "learning_rate", "grad_norm", "trained_tokens", "tokens", "tokens_per_second"),
-    *("step_seconds", "skipped_steps", "host_rss_bytes", "devices"),
+    *("step_seconds", "skipped_steps", "host_rss_bytes", "devices", "optimizer_seconds"),
 ]
 EVAL_KEYS = ["step", "eval_loss", "eval_tokens"]
 
