@@ -134,6 +134,18 @@ class Stream:
 
         self._put(stand, "a wait")
 
+    def wait_on_host(self, event: Event, cause: str = "") -> None:
+        """As ``wait``, but what is queued after this is not even issued before ``event`` is complete.
+
+        Device memory is taken when work is issued: only so does it wait for memory that ``event`` makes free.
+        """
+
+        def stand() -> None:
+            self._note_wait(cause)
+            event.synchronize(self._failure)
+
+        self._put(stand, "a wait")
+
     def record(self, event: Event) -> Event:
         """``event`` completes when what is queued before this is done."""
         self._put(lambda: self._mark(event), "a mark")

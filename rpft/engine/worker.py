@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -26,7 +27,7 @@ from rpft.engine.trace import BUFFER, COMPUTE, GRADIENTS, INPUT, OPTIMIZER, WEIG
 from rpft.model.functions import DeviceBatch, LayerFunctions
 from rpft.model.layout import ALIGNMENT_ELEMENTS, LayerLayout
 from rpft.model.packed_attention import row_starts
-from rpft.plan.sizes import WorkerSizes
+from rpft.plan.sizes import RESULTS_IN_FLIGHT, WorkerSizes
 
 _BATCHES_KEPT = 64
 """Microbatches whose ids and positions stay on a worker: a round's, and the next one's."""
@@ -75,6 +76,8 @@ class Worker:
             layer: device.allocate(source.numel()).copy_(source) for layer, source in resident.items()
         }
         self._batches: dict[HostBatch, DeviceBatch] = {}
+        self._going_down: deque[Event] = deque()
+        """When each result is down that is computed, the oldest first; without those that were waited for."""
         # Last, so that no thread is left behind where a buffer is too much for the device.
         self._compute = device.stream("compute", failure, delays)
         self._weights_up = device.stream("weights up", failure, delays)
@@ -228,6 +231,11 @@ class Worker:
 
     # -- compute -------------------------------------------------------------------------------------------
 
+    def _await_room(self) -> None:
+        """Queues that compute goes on when few results are left to go down: on a slow link they would pile up."""
+        while len(self._going_down) >= RESULTS_IN_FLIGHT:
+            self._compute.wait_on_host(self._going_down.popleft(), BUFFER)
+
     def _forward_tasks(self, slot: Slot, run: SlotRun) -> None:
         """A forward stage, or in an evaluation the fused one, which has losses for an output."""
         for number, task in enumerate(slot.tasks):
@@ -240,13 +248,16 @@ class Worker:
             state = ForwardState(hidden)
             first = slot.stage.first
             for last, boundary in task.outputs.items():  # each goes down while the layers above it compute
+                self._await_room()
                 self._compute.run(partial(run.forward, task, range(first, last), state), what)
                 computed = self._compute.record(Event())
                 if first == slot.stage.first:
                     let_go()
                 self._send_down(state.outputs.popleft, boundary, computed, f"{what} output")
                 if first in task.kept_outputs:
-                    self._send_kept_down(state.kept.popleft, task.kept_outputs[first], f"{what} kept")
+                    boundary = task.kept_outputs[first]
+                    self._send_kept_down(state.kept.popleft, boundary, f"{what} kept")
+                self._going_down.append(boundary.delivered)
                 first = last
 
     def _gradient_tasks(self, slot: Slot, run: SlotRun) -> None:
@@ -258,6 +269,7 @@ class Worker:
         for number, task in enumerate(slot.tasks):
             what = f"{slot} microbatch {number}"
             chain = GradientChain()
+            self._await_room()
             for segment in slot.segments:
                 hidden, let_go = self._bring_input_up(task, segment.first, what)
                 releases = [let_go]
@@ -281,6 +293,7 @@ class Worker:
             if task.grad_output is not None:
                 computed = self._compute.record(Event())
                 self._send_down(chain.take, task.grad_output, computed, f"{what} gradient")
+                self._going_down.append(task.grad_output.delivered)
         self._send_gradients_down(slot, accumulator, freed)
 
     def _send_losses_down(self, slot: Slot, run: SlotRun) -> None:

@@ -14,7 +14,7 @@ from rpft.model.host_store import store_bytes
 from rpft.model.layout import LayerLayout
 from rpft.plan.plan import Plan, Stage
 from rpft.plan.profile import LayerProfile, memory_measured
-from rpft.plan.sizes import boundary_buffers, worker_sizes
+from rpft.plan.sizes import RESULTS_IN_FLIGHT, boundary_buffers, worker_sizes
 
 _PROCESS_BYTES = 3 << 29
 """Interpreter, torch, transformers and tokenised data: 1.5 GiB."""
@@ -30,9 +30,6 @@ RESULT_EXTRAS_BYTES = 32 << 20
 
 HEAD_CHUNK_BYTES_PER_LOGIT: dict[KernelKind, float] = {"eager": 14, "trace": 14, "compile": 4.2}
 """Logits in the working dtype, in float32, their softmax and its gradient; compiled, logits and gradient alone."""
-
-_BOUNDARIES_IN_FLIGHT = 4
-"""Hidden states that are computed and not yet down."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +99,7 @@ def make_bill(plan: Plan, layouts: list[LayerLayout], work: Workload) -> Bill:
     else:
         measured = _measured_activations(plan, work.profiles)
         device |= {"activations": measured, "gaps between them": int(_GAPS * measured)}
-    device["results on their way down"] = _BOUNDARIES_IN_FLIGHT * (
-        boundary + plan.keep_bytes_per_token * max_tokens
-    )
+    device["results on their way down"] = RESULTS_IN_FLIGHT * (boundary + plan.keep_bytes_per_token * max_tokens)
     if work.workers_in_ram:
         host["memory of the workers"] = work.workers_in_ram * sum(device.values())
     trained = sum(layout.num_trained for layout in layouts)

@@ -11,6 +11,9 @@ import torch
 from rpft.model.layout import LayerLayout
 from rpft.plan.plan import Plan, Stage
 
+RESULTS_IN_FLIGHT = 4
+"""Results of compute that a worker holds at most until they are down: enough to hide the copies behind compute."""
+
 
 @dataclass(frozen=True)
 class WorkerSizes:

@@ -120,7 +120,7 @@ class Sabotage:
                 self.harmed.wait(self.patience_seconds)
             return apply(update)
 
-        def leaving_out(events: list[Event]) -> None:
+        def leaving_out(events: list[Event], cause: str = "") -> None:
             nonlocal behind
             behind += behind >= 0
             if behind == self.tasks:  # what stood behind the one left out has run
@@ -128,7 +128,7 @@ class Sabotage:
             if self.stream == "optimizer" and self.chosen in events and self.leave_out:
                 events = [event for event in events if event is not self.chosen]
                 behind = 0
-            wait(events)
+            wait(events, cause)
 
         optimizer._apply, optimizer._wait = held_apply, leaving_out
 
@@ -163,12 +163,12 @@ class SabotagedStream(Stream):
         self._tasks_until_harm -= 1
         super().run(self._last, what, copied_bytes)
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: Event, cause: str = "") -> None:
         if self._sabotage.chooses(self._purpose, event):
             self._tasks_until_harm = self._sabotage.tasks
             if self._sabotage.leave_out:
                 return
-        super().wait(event)
+        super().wait(event, cause)
 
     def record(self, event: Event) -> Event:
         if self._last is not None:
