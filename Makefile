@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install check test build clean
+.PHONY: help quickstart install check test build docs clean
 
 help:  ## say what each target does
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */\1\t/' | awk -F '\t' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -34,6 +34,10 @@ test: $(STAMP)  ## the default test suite, in up to four processes
 build: $(STAMP)  ## the wheel, into dist/
 	rm -rf build
 	$(RUN) -m build --wheel --outdir $(DIST)
+
+docs: $(STAMP)  ## the documentation as a site, in out/site; a link that leads nowhere is an error
+	$(RUN) -m pip install --quiet -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
 
 clean:  ## remove what was built; .venv, models and out stay
 	rm -rf build $(DIST) *.egg-info .pytest_cache .ruff_cache

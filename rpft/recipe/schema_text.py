@@ -37,7 +37,7 @@ def _section_lines(section: type[BaseModel], indent: str) -> list[str]:
             element_lines = _section_lines(element, indent + "    ")
             lines += [f"{indent}{name}:", f"{indent}  -", *element_lines]
         else:
-            lines.append(f"{indent}{name}: {_default(field)}")
+            lines.append(f"{indent}{name}: {default_text(field)}")
     return lines
 
 
@@ -46,7 +46,8 @@ def _comment(text: str, indent: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=prefix, subsequent_indent=prefix, break_on_hyphens=False)
 
 
-def _default(field: FieldInfo) -> str:
+def default_text(field: FieldInfo) -> str:
+    """The default as YAML on one line, or REQUIRED."""
     if field.is_required():
         return REQUIRED
     default = field.get_default()

@@ -62,12 +62,17 @@ def copy_shipped(name: str, destination: Path | None = None) -> Path:
         target = target / source.name
     first_line, newline, rest = source.read_text(encoding="utf-8").partition("\n")
     first_line = first_line.replace(f"recipes/{source.name}", shlex.quote(str(target)))
+    write_new(target, first_line + newline + rest)
+    return target
+
+
+def write_new(target: Path, text: str) -> None:
+    """Write a recipe, and the folders above it; UserError where the file is already there."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("x", encoding="utf-8", newline="\n") as file:
-            file.write(first_line + newline + rest)
+            file.write(text)
     except FileExistsError:
         raise UserError(f"{target} is already there and is not overwritten; name another file") from None
     except OSError as error:
         raise UserError(f"cannot write {target}: {error.strerror}") from None
-    return target

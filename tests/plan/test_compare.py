@@ -21,10 +21,14 @@ NAMES = [
 ]
 PUBLISHED = {  # parameters, in units of 10^9, as the models' cards have them
     "gpt-oss-20b": 20.9,
+    "llama-3.1-70b": 70.6,
     "llama-3.1-8b": 8.03,
     "qwen3-1.7b": 1.72,
+    "qwen3-14b": 14.8,
     "qwen3-235b-a22b": 235.1,
+    "qwen3-30b-a3b": 30.5,
     "qwen3-32b": 32.8,
+    "qwen3-8b": 8.2,
 }
 SMALL = """
 gpus:
