@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 
 from rpft import __version__
 from rpft.cli.bench import bench
+from rpft.cli.compare import compare
 from rpft.cli.data import data
 from rpft.cli.doctor import doctor
 from rpft.cli.export import export
@@ -27,6 +28,7 @@ from rpft.cli.generate import generate
 from rpft.cli.plan import plan
 from rpft.cli.profile import profile
 from rpft.cli.recipes import app as recipes_app
+from rpft.cli.report import report
 from rpft.cli.train import TrainCommand, train
 from rpft.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAULT, EXIT_INTERRUPTED, RunFault, UserError
 
@@ -78,12 +80,14 @@ def _options(
 
 app.add_typer(recipes_app, name="recipes")
 app.command("bench")(bench)
+app.command("compare")(compare)
 app.command("data")(data)
 app.command("doctor")(doctor)
 app.command("export")(export)
 app.command("generate")(generate)
 app.command("plan")(plan)
 app.command("profile")(profile)
+app.command("report")(report)
 app.command("train", cls=TrainCommand)(train)
 
 

@@ -179,8 +179,9 @@ def _train(
         log.take_python_stderr()
     trainer = Trainer(prepared, reporter)
     try:
-        _write_inputs(prepared)
-        for line in [*describe(prepared), *changes]:
+        told = describe(prepared)
+        _write_inputs(prepared, told)
+        for line in [*told, *changes]:
             reporter.describe(line)
         if checkpoint is not None:
             reporter.say(f"resuming from {checkpoint}")
@@ -316,13 +317,15 @@ def _describe_kernels(prepared: Prepared) -> list[str]:
     return lines
 
 
-def _write_inputs(prepared: Prepared) -> None:
-    """Leaves the recipe as it was read, the plan, and what was measured for it in the output directory."""
+def _write_inputs(prepared: Prepared, told: list[str]) -> None:
+    """Leaves the recipe as read, the plan, what was measured and what the run is in the output directory."""
     from rpft.files import write_whole
     from rpft.recipe.dump import dump_recipe
+    from rpft.train.about import write_about
 
     output_dir = Path(prepared.recipe.output_dir)
     write_whole(output_dir / "recipe.yaml", dump_recipe(prepared.recipe))
     prepared.write_plan_file()
+    write_about(prepared, told)
     if prepared.profile is not None:
         write_whole(output_dir / "profile.json", prepared.profile.to_json())

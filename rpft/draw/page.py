@@ -47,7 +47,10 @@ ul.keys { list-style: none; margin: .4rem 0; padding: 0; display: flex; flex-wra
 .bars { display: grid; grid-template-columns: max-content minmax(4rem, 1fr) max-content; gap: .3rem .7rem;
   align-items: center; }
 .bars > i { height: .95rem; background: var(--idle); border-radius: 2px; overflow: hidden; }
-.bars > i > i { display: block; height: 100%; } .bars > span { font-size: .9rem; }
+.bars > i > i { display: block; height: 100%; } .bars > .shares { position: relative; }
+.bars > .shares > i { position: absolute; top: 0; bottom: 0; border-right: 1px solid var(--card); }
+.bars > span { font-size: .9rem; }
+img.trace { display: block; width: 100%; min-width: 62rem; height: auto; }
 .scroll { overflow: auto; } .scroll:focus-visible { outline: 2px solid #56b4e9; }
 .tall { max-height: 34rem; }
 table { border-collapse: collapse; font-size: .9rem; } th { font-weight: 600; color: var(--soft); }
@@ -61,11 +64,12 @@ td .meter + .meter { margin-top: 1px; height: .3rem; } td .meter i { display: bl
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; margin: 0; font-size: .92rem; }
 dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
 pre { font-size: .85rem; line-height: 1.4; white-space: pre-wrap; overflow-wrap: anywhere; }
-  summary { cursor: pointer; }
+  summary { cursor: pointer; } pre.wide { columns: 26rem; margin: 0; }
+.beside { display: flex; flex-wrap: wrap; gap: 0 3.5rem; } .beside > * { min-width: 0; max-width: 100%; }
 code { font-size: .92em; }
 @media print { html { font-size: 11px; } body { max-width: none; padding: 0; background: #fff; font-size: 1rem; }
   section, .tile { break-inside: avoid; } section.long { break-inside: auto; } tr { break-inside: avoid; }
-  .tall { max-height: none; } .scroll { overflow: visible; } .screen { display: none; }
+  .tall { max-height: none; } .scroll { overflow: visible; } img.trace { min-width: 0; } .screen { display: none; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } thead th { position: static; } }
 """
 
@@ -99,14 +103,14 @@ class Part:
     said: str
 
 
-def page(title: str, body: Iterable[str]) -> str:
-    """The whole document."""
+def page(title: str, body: Iterable[str], style: str = "") -> str:
+    """The whole document; ``style``: what its body needs beside the rules of this module."""
     return "\n".join(
         [
             "<!doctype html>",
             "<html lang='en'><head><meta charset='utf-8'>",
             "<meta name='viewport' content='width=device-width, initial-scale=1'>",
-            f"<title>{escape(title)}</title><style>{_STYLE}{_TIMELINE_STYLE}</style></head><body>",
+            f"<title>{escape(title)}</title><style>{_STYLE}{_TIMELINE_STYLE}{style}</style></head><body>",
             *body,
             "</body></html>\n",
         ]

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ import rpft
 from rpft.engine.device import Device
 from rpft.errors import UserError
 from rpft.files import digest
-from rpft.host import available_cores
+from rpft.host import available_cores, processor
 from rpft.model.functions import LayerFunctions
 from rpft.model.layout import align
 from rpft.optim.one_pass import OnePass, measured_rate
@@ -95,7 +95,7 @@ class Workbench:
         job, engine = self.job, self.job.recipe.engine
         config = job.skeleton.model.config
         return {
-            "machine": self._machine(),
+            "machine": machine_of(self.devices),
             "model": type(job.skeleton.model).__name__,
             "layers": _digest(job),
             "attention": getattr(config, "_attn_implementation", None),
@@ -179,7 +179,7 @@ class Workbench:
 
     def _speeds(self, sequence: int, block: int, measured: LayerProfile) -> tuple[float, ...]:
         """Of each GPU, over the first's, by the time that a block takes; empty where all are of one kind."""
-        names = self._machine()["workers"]
+        names = machine_of(self.devices)["workers"]
         if len(set(names)) == 1:
             return ()
         found = {names[0]: measured}
@@ -234,14 +234,17 @@ class Workbench:
                 f" data.max_seq_len ({str(error).splitlines()[0]})"
             ) from error
 
-    def _machine(self) -> dict[str, Any]:
-        places = [device.torch_device for device in self.devices]
-        return {
-            "workers": [torch.cuda.get_device_name(place) if self.on_cuda else "CPU" for place in places],
-            "cuda": (torch.version.cuda or torch.version.hip) if self.on_cuda else None,
-            "processor": _processor(),
-            "cores": available_cores(),
-        }
+
+def machine_of(devices: Sequence[Device]) -> dict[str, Any]:
+    """What the machine with ``devices`` is, as far as measurements depend on it."""
+    places = [device.torch_device for device in devices]
+    on_cuda = places[0].type == "cuda"
+    return {
+        "workers": [torch.cuda.get_device_name(place) if on_cuda else "CPU" for place in places],
+        "cuda": (torch.version.cuda or torch.version.hip) if on_cuda else None,
+        "processor": processor(),
+        "cores": available_cores(),
+    }
 
 
 def _positions(kinds: list[tuple[int, ...]]) -> list[int]:
@@ -261,16 +264,6 @@ def _digest(job: Job) -> str:
     ]
     text = json.dumps([told, tensors], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _processor() -> str:
-    """The name of this machine's processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
 
 
 @functools.cache

@@ -56,6 +56,10 @@ class RunFolder:
         settings = self.recipe.checkpoint
         return CheckpointFolder(self.path, settings.keep_last, settings.keep_best)
 
+    @property
+    def metrics_path(self) -> Path:
+        return MetricsFile(self.path).path
+
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl that are whole."""
         return MetricsFile(self.path).lines()

@@ -55,6 +55,24 @@ class RunLock:
             self._descriptor = None
 
 
+def holder(output_dir: Path) -> str | None:
+    """The process that a run in ``output_dir`` has now; None where there is none."""
+    try:
+        descriptor = os.open(output_dir / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:  # none has begun here, or another user's, whose lock cannot be seen
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _describe(os.pread(descriptor, 1000, 0).decode(errors="replace"))
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+    finally:
+        os.close(descriptor)
+    return None
+
+
 def _describe(holder: str) -> str:
     try:
         content = json.loads(holder)

@@ -2,11 +2,9 @@
 
 import json
 import re
-import shutil
-import subprocess
-from html.parser import HTMLParser
 
 import pytest
+from support.pages import assert_whole_and_alone, in_browser, needs_browser
 from support.recipes import make_project, run_rpft
 
 from rpft.console.plan_timeline import draw_step
@@ -16,11 +14,6 @@ from rpft.plan.costs import LayerLoad
 from rpft.plan.plan import Plan, Stage
 from rpft.plan.playback import play_back
 from rpft.plan.simulate import ASSUMED_RATES, StepShape
-
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-needs_browser = pytest.mark.skipif(
-    BROWSER is None, reason="NO BROWSER: the page's layout is not checked; install chromium"
-)
 
 
 @pytest.fixture(scope="module")
@@ -47,32 +40,11 @@ def large(tmp_path_factory):
     return path
 
 
-class _Balanced(HTMLParser):
-    """Reads a page and holds every element to being closed."""
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.ids = [], []
-
-    def handle_starttag(self, tag, attributes):
-        self.ids += [value for name, value in attributes if name == "id"]
-        if tag not in ("meta", "input", "br", "wbr"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
 @pytest.mark.parametrize("which", ["written", "large"])
 def test_the_page_needs_no_other_file_and_no_script_and_is_whole(which, request):
     made = request.getfixturevalue(which)
     text = (made[0] if isinstance(made, tuple) else made).read_text(encoding="utf-8")
-    assert not re.search(r"https?://|<script|<link|<img|src=|url\(|@import", text)
-    reader = _Balanced()
-    reader.feed(text)
-    reader.close()
-    assert reader.open == []
-    assert len(reader.ids) == len(set(reader.ids))
+    assert_whole_and_alone(text)
 
 
 def test_the_page_says_what_the_plan_says(written):
@@ -156,7 +128,7 @@ def test_a_time_is_said_in_the_unit_that_reads_best(seconds, said):
     assert duration(seconds) == said
 
 
-_MEASURE = """<script>
+_MEASURE = """
 const texts = [...document.querySelectorAll('.timeline svg text')].filter(t => t.getBoundingClientRect().width);
 const widths = [...document.querySelectorAll('.plot .slot')].map(s => s.getBoundingClientRect());
 document.title = JSON.stringify({
@@ -166,23 +138,17 @@ document.title = JSON.stringify({
   narrowest: Math.min(...widths.map(w => w.width)), slots: widths.length,
   high: Math.max(...[...document.querySelectorAll('.timeline')].map(t => t.getBoundingClientRect().height)),
   background: getComputedStyle(document.body).backgroundColor});
-</script>"""
+"""
 
 
 def measured(path, tmp_path, width, zoom=1, dark=False):
     """What a browser makes of the page."""
-    text = path.read_text(encoding="utf-8").replace("</body>", _MEASURE + "</body>")
+    text = path.read_text(encoding="utf-8").replace("</body>", f"<script>{_MEASURE}</script></body>")
     if zoom != 1:
         text = text.replace("id='zoom1' checked", "id='zoom1'").replace(
             f"id='zoom{zoom}'", f"id='zoom{zoom}' checked"
         )
-    copy = tmp_path / "copy.html"
-    copy.write_text(text, encoding="utf-8")
-    scheme = ["--blink-settings=preferredColorScheme=0"] if dark else []
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    command += [*scheme, f"--window-size={width},1200", "--dump-dom", copy.as_uri()]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    return json.loads(re.search(r"<title>(\{.*?\})</title>", ran.stdout).group(1))
+    return in_browser(text, tmp_path, width, dark)
 
 
 @needs_browser

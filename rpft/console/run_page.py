@@ -1,0 +1,270 @@
+"""A run as one HTML page that needs no other file: its charts, events, a traced step, what it is, what it left."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Iterator
+from html import escape
+from typing import Any
+
+from rpft.console.run_charts import charts_of, events_of, time_of
+from rpft.draw import page
+from rpft.draw.chart_style import STYLE
+from rpft.draw.colours import KINDS
+from rpft.draw.figures import count, duration, short
+from rpft.draw.scale import NOISY_FROM
+from rpft.plan.bill import gib
+from rpft.recipe.dump import dump_recipe
+from rpft.train.about import machine_facts
+from rpft.train.run_report import RunReport, TracedSteps
+
+_CAUSE_FILLS = dict(
+    zip(
+        ("input", "input copy", "weights", "optimizer", "gradients", "launch", "no work"),
+        (
+            KINDS["activations"],
+            "#7fcfb2",
+            KINDS["weights"],
+            KINDS["optimizer"],
+            KINDS["gradients"],
+            "#8c8c8c",
+            "#c4c4c4",
+        ),
+        strict=True,
+    )
+)
+
+
+def render_run(report: RunReport) -> str:
+    """The page."""
+    title = f"Run: {report.name}"
+    body = [
+        f"<h1>{escape(title)}</h1>",
+        f"<p class='soft'>{escape(_headline(report))}</p>",
+        standing(report),
+        page.tiles(_figures(report)),
+        page.section("Step by step", _how_to_read(report), charts_of(report), _events(report), css_class="long"),
+    ]
+    if report.traces:
+        body.append(page.section("A traced step", *_trace(report)))
+    body += [
+        "<div class='columns'>",
+        page.section("Data", *_data(report)),
+        page.section("What it left", page.facts(_left(report))),
+        "</div><div class='columns'>",
+        page.section("Machine and versions", page.facts(_machine(report))),
+        page.section("Plan", *_plan(report)),
+        "</div>",
+        page.section(
+            "Recipe", f"<pre class='wide'>{escape(dump_recipe(report.run.recipe))}</pre>", css_class="long"
+        ),
+        f"<p class='soft'>Made {time.strftime('%Y-%m-%d %H:%M')} from {escape(str(report.run.path))}.</p>",
+    ]
+    return page.page(title, body, STYLE)
+
+
+def standing(report: RunReport) -> str:
+    """Finished, running or stopped, and where."""
+    totals = report.totals
+    at = f"step {totals.steps:,}" + (f" of {totals.num_steps:,}" if totals.num_steps else "")
+    if report.standing == "finished":
+        return f"<p class='verdict good'>✓ Finished, {at}.</p>"
+    if report.standing == "running":
+        return f"<p class='verdict'>▶ Running ({escape(report.holder or '')}): {at} when this page was made.</p>"
+    return f"<p class='verdict bad'>■ Stopped behind {at}; <code>rpft train --resume</code> goes on.</p>"
+
+
+def _headline(report: RunReport) -> str:
+    recipe = report.run.recipe
+    adapter = recipe.adapter
+    what = f"{recipe.model.path}, " + ("every weight trained" if adapter is None else f"LoRA of rank {adapter.r}")
+    return what + (f"; begun {report.about['begun']}" if report.about else "")
+
+
+def _figures(report: RunReport) -> Iterator[tuple[str, str, str]]:
+    totals = report.totals
+    of = "" if totals.num_steps is None else f"of {totals.num_steps:,}, "
+    yield "steps", f"{totals.steps:,}", f"{of}{totals.epochs:.2f} epochs"
+    if totals.late_loss is not None and totals.first_loss is not None:
+        yield (
+            "training loss",
+            f"{totals.late_loss:.4f}",
+            f"median of the last 20 steps; first {totals.first_loss:.4f}",
+        )
+    if totals.best_eval_loss is not None:
+        yield "lowest eval loss", f"{totals.best_eval_loss:.4f}", f"after step {totals.best_eval_step:,}"
+    speed = totals.tokens_per_second
+    if speed is not None:
+        share = f", {speed / report.predicted:.0%} of predicted" if report.predicted else ""
+        yield "speed", f"{speed:,.0f}", f"tokens a second{share}"
+    yield "tokens", count(totals.tokens), f"{count(totals.trained_tokens)} of them trained"
+    yield "time in steps", time_of(totals.training_seconds), "evaluations and start not counted"
+    ram = "" if totals.peak_host_bytes is None else f"RAM {gib(totals.peak_host_bytes)}"
+    if totals.peak_worker_bytes is not None:
+        yield "peak memory of a worker", gib(totals.peak_worker_bytes), ram
+
+
+def _how_to_read(report: RunReport) -> str:
+    pale = " Pale: every step; strong: the running median." if len(report.steps) >= NOISY_FROM else ""
+    return (
+        f"<p class='soft'>Point at a chart for its figures.{pale} Red triangles at the axis: skipped steps; at"
+        " an edge: figures beyond it, so that one spike does not flatten the rest.</p>"
+    )
+
+
+def _events(report: RunReport) -> str:
+    told = events_of(report)
+    return f"<h3>What happened on the way</h3>{page.facts(told)}" if told else ""
+
+
+def _trace(report: RunReport) -> Iterator[str]:
+    trace = report.traces[-1]
+    picture = base64.b64encode(trace.picture.read_bytes()).decode()
+    others = ", ".join(each.name for each in report.traces[:-1])
+    also = f" Traced too: {escape(others)}." if others else ""
+    yield (
+        f"<p class='soft'>What each stream did in {escape(trace.name)};"
+        f" <code>traces/{escape(trace.name)}.json</code> is the same for Perfetto.{also}</p>"
+    )
+    yield (
+        "<div class='scroll' tabindex='0' role='region' aria-label='timeline'><img class='trace'"
+        f" alt='What each stream did in {escape(trace.name)}' src='data:image/svg+xml;base64,{picture}'></div>"
+    )
+    yield from _idle(trace)
+
+
+def _idle(trace: TracedSteps) -> Iterator[str]:
+    """What each worker waited for, of the last traced step."""
+    if not trace.idle:
+        return
+    step = trace.idle[-1]
+    yield f"<h3>Where the workers' time went in step {step['step']}</h3>"
+    seen: dict[str, None] = {}
+    rows = []
+    for worker in step["workers"]:
+        window = worker["window_seconds"] or 1.0
+        parts = [("busy", worker["busy_seconds"] / window, KINDS["backward"])]
+        parts += [
+            (cause, seconds / window, _CAUSE_FILLS.get(cause, "#c4c4c4"))
+            for cause, seconds in worker["idle_seconds"].items()
+            if seconds / window >= 0.001
+        ]
+        seen |= dict.fromkeys(name for name, _, _ in parts)
+        said = ", ".join(f"{name} {share:.1%}" for name, share, _ in parts)
+        drawn, at = [], 0.0
+        for _, share, fill in parts:
+            drawn.append(f"<i style='left:{at:.2%};width:{share:.2%};background:{fill}'></i>")
+            at += share
+        rows.append(
+            f"<span>{escape(worker['worker'])}</span><i class='shares' role='img' aria-label='{escape(said)}'"
+            f" title='{escape(said)}'>{''.join(drawn)}</i><span>{parts[0][1]:.0%} busy</span>"
+        )
+    yield f"<div class='bars'>{''.join(rows)}</div>"
+    fills = {"busy": KINDS["backward"], **_CAUSE_FILLS}
+    entries = (
+        f"<li title='{escape(trace.causes.get(name, ''))}'>{page.key(fills.get(name, '#c4c4c4'), name)}</li>"
+        for name in seen
+    )
+    yield f"<ul class='keys'>{''.join(entries)}</ul>"
+    waited = [(name, trace.causes[name]) for name in seen if name in trace.causes]
+    yield f"<p class='soft'>{escape('; '.join(f'{name}: waited for {cause}' for name, cause in waited))}</p>"
+
+
+def _data(report: RunReport) -> Iterator[str]:
+    told = report.about.get("data")
+    if told is None:
+        yield page.facts((entry.path, entry.format) for entry in report.run.recipe.data.train)
+        yield "<p class='soft'>Counts are known of runs begun since rpft leaves an about.json.</p>"
+        return
+    yield "<div class='scroll'><table class='loose'><thead><tr><th>rows of</th><th class='n'>kept</th>"
+    yield "<th class='n'>tokens</th><th class='n'>trained</th></tr></thead><tbody>"
+    for kind in ("train", "eval"):
+        for entry in told[kind]:
+            yield f"<tr><td colspan='4'>{escape(_breakable(entry['path']))}</td></tr>"
+            yield (
+                f"<tr><td class='soft'>{kind}, {escape(entry['format'])}{escape(_lost(entry))}</td>"
+                f"<td class='n'>{entry['trained_rows']:,} of {entry['rows']:,}</td>"
+                f"<td class='n'>{entry['tokens']:,}</td><td class='n'>{entry['trained_tokens']:,}</td></tr>"
+            )
+    yield "</tbody></table></div>"
+    for note in told["notes"]:
+        yield f"<p class='soft'>{escape(note)}</p>"
+
+
+def _breakable(path: str) -> str:
+    return path.replace("/", "/\u200b")
+
+
+def _lost(entry: dict[str, Any]) -> str:
+    parts = [f"{count:,} dropped: {reason}" for reason, count in entry["dropped"].items()]
+    parts += [f"{entry[name]:,} {name}" for name in ("cut", "trimmed") if entry[name]]
+    return "".join(f"; {part}" for part in parts)
+
+
+def _left(report: RunReport) -> Iterator[tuple[str, str]]:
+    if report.result_bytes is not None:
+        yield "result", f"{_breakable(str(report.run.result))}, {gib(report.result_bytes)}"
+    else:
+        yield "result", "none yet"
+    best = report.totals.best_eval_step
+    for each in report.checkpoints:
+        step = int(each.name.rpartition("-")[2])
+        lowest = "; the evaluation loss was lowest here" if step == best else ""
+        torn = f"; not whole: {each.fault}" if each.fault else ""
+        yield "checkpoint", f"{each.name}, {gib(each.num_bytes)}{lowest}{torn}"
+    if not report.checkpoints:
+        yield "checkpoint", "none"
+    yield (
+        "metrics",
+        f"{report.run.metrics_path.name}: {len(report.steps):,} steps, {len(report.evaluations)} evaluations",
+    )
+    for trace in report.traces:
+        yield "trace", f"traces/{trace.name}.json"
+
+
+def _machine(report: RunReport) -> Iterator[tuple[str, str]]:
+    if not report.about:
+        yield "machine", "not known: the run was begun before rpft left an about.json"
+        return
+    yield from machine_facts(report.about)
+    yield "kernels", report.about["kernels"]
+    yield from ((name, number) for name, number in report.about["versions"].items())
+
+
+def _plan(report: RunReport) -> Iterator[str]:
+    plan = report.plan
+    if not plan:
+        yield "<p>No plan.json is there.</p>"
+        return
+    facts = [
+        ("forward stages", _stages(plan["forward"])),
+        ("backward stages", f"{_stages(plan['backward'])}; the first is fused with its forward"),
+        ("microbatches a round", f"{plan['num_microbatches']}, of {plan['micro_batch_size']} row(s)"),
+        ("rounds a step", f"{plan['rounds']}"),
+        ("recompute", f"by {plan['recompute']}"),
+    ]
+    memory = plan["memory"]
+    facts.append(
+        ("memory by the plan", f"each worker {gib(memory['vram_bytes'])}, RAM {gib(memory['host_bytes'])}")
+    )
+    predicted = plan["predicted"]
+    if predicted:
+        facts.append(
+            (
+                "predicted",
+                f"{short(predicted['tokens_per_second'])} tokens/s, {duration(predicted['step_seconds'])} a step,"
+                f" bubble {predicted['bubble_percent']:.1f}%, limited by {predicted['limited_by']}",
+            )
+        )
+    yield page.facts(facts)
+    told = report.about.get("told")
+    if told:
+        lines = "\n".join(told)
+        yield f"<details><summary>What the run said when it began</summary><pre>{escape(lines)}</pre></details>"
+    yield f"<details><summary>plan.json</summary><pre>{escape(json.dumps(plan))}</pre></details>"
+
+
+def _stages(stages: list[list[int]]) -> str:
+    return " ".join(f"[{first}..{last}]" for first, last in stages) or "none"
