@@ -265,6 +265,8 @@ def describe(prepared: Prepared) -> list[str]:
     )
     if prepared.choices:
         lines.append(f"chosen by the planner: {'; '.join(prepared.choices)}; recompute by {plan.recompute}")
+    if prepared.about_disk is not None:
+        lines.append(prepared.about_disk)
     lines += _describe_kernels(prepared)
     lines.append(
         f"plan for {len(prepared.devices)} worker(s) on {prepared.devices[0].torch_device.type}:"
@@ -283,6 +285,7 @@ def describe(prepared: Prepared) -> list[str]:
     lines.append(
         f"disk: {gib(bill.result)} for the result, {gib(prepared.checkpoint_bytes)} a checkpoint, of which up to"
         f" {prepared.num_checkpoints} at once"
+        + (f", {gib(bill.frozen_file)} for frozen weights while it lasts" if prepared.on_disk else "")
     )
     prediction = prepared.prediction()
     if prediction is not None:

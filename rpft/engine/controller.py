@@ -296,9 +296,12 @@ class Controller:
                 if layer in self._plan.resident and piece.layer == layer:
                     stop = self._layouts[layer].frozen_start
                 start = starts[layer][0] + piece.region_offset
-                parts = self._store.layers[piece.layer].pieces(self._weights.copy, piece.start, stop)
+                owner = self._store.layers[piece.layer]
+                parts = owner.pieces(self._weights.copy, piece.start, stop)
                 written = self._weights.written[piece.layer]
-                weights += [WeightCopy(source, start + offset, written) for offset, source in parts]
+                for at, part in parts:
+                    on_disk = owner.on_disk and piece.start + at >= owner.layout.frozen_start
+                    weights.append(WeightCopy(part, start + at, written, on_disk))
                 if parts:
                     self._weights.readers[piece.layer].append(uploaded)
         slot = Slot(self._slots_dispatched, kind, stage, segments, tasks, weights, uploaded, gradients, None, None)

@@ -57,13 +57,13 @@ class Engine:
         dtype = functions[0].dtype
         boundary_bytes = max_tokens * hidden_size * dtype.itemsize
         sizes = worker_sizes(layouts, plan, boundary_bytes, store.gradient_dtype, max_tokens)
-        resident = {i: store.layers[i].weights[layouts[i].frozen_start :] for i in plan.resident}
+        resident = {i: store.layers[i].frozen for i in plan.resident}
         first_trained = next(layout.layer for layout in layouts if layout.grad_elements)
         self._workers: list[Worker] = []
         try:
             for device, own in zip(devices, functions, strict=True):
                 parts = own, layouts, first_trained, sizes, plan.keep_bytes_per_token, resident
-                self._workers.append(Worker(device, *parts, failure, delays))
+                self._workers.append(Worker(device, *parts, failure, delays, store.on_disk))
         except BaseException:
             self.close()
             raise

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rpft.engine.trace import GRADIENTS, INPUT, OPTIMIZER, TASK, WAIT, WEIGHTS, Cover, Span, Trace
+from rpft.engine.trace import DISK, GRADIENTS, INPUT, OPTIMIZER, TASK, WAIT, WEIGHTS, Cover, Span, Trace
 
 INPUT_COPY, LAUNCH, NO_WORK = "input copy", "launch", "no work"
 
@@ -14,6 +14,7 @@ CAUSES = {
     INPUT: "an activation, or its gradient, that another slot had yet to give",
     INPUT_COPY: "such a one on its way over the link to this worker",
     WEIGHTS: "weights on their way over the link",
+    DISK: "frozen weights that the disk had yet to give",
     OPTIMIZER: "the optimizer: weights that it had yet to write, or gradients that it had yet to read",
     GRADIENTS: "gradients on their way: no room for the next sum, or the sum of the round before",
     LAUNCH: "nothing: the host had yet to give it the next task",
@@ -85,9 +86,12 @@ def _divided(cause: str, own: Cover, of: dict[str, list[Span]]) -> dict[str, flo
     if cause not in _BEHIND:
         return {cause if cause in CAUSES else LAUNCH: total}
     bringing = of.get(_BEHIND[cause], [])
-    optimizer = own.common(Cover(s for s in bringing if s.nature == WAIT and s.cause == OPTIMIZER))
+    optimizer, disk = (
+        own.common(Cover(s for s in bringing if s.nature == WAIT and s.cause == behind))
+        for behind in (OPTIMIZER, DISK)
+    )
     copying = own.common(Cover(s for s in bringing if s.nature == TASK)) if cause == INPUT else 0.0
-    parts = {OPTIMIZER: optimizer, cause: total - optimizer - copying}
+    parts = {OPTIMIZER: optimizer, DISK: disk, cause: total - optimizer - disk - copying}
     return {**parts, INPUT_COPY: copying} if cause == INPUT else parts
 
 

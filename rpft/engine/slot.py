@@ -85,6 +85,8 @@ class WeightCopy:
     source: torch.Tensor
     start: int
     written: Event
+    on_disk: bool
+    """Whether the source is a file's mapping, whose bytes may have to be waited for. It is never written."""
 
 
 @dataclass

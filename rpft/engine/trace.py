@@ -19,7 +19,7 @@ from rpft.errors import UserError
 TASK, WAIT, PART = "task", "wait", "part"
 """The natures of a span: a task of a stream, standing still for events before one, a named part of one."""
 
-INPUT, WEIGHTS, OPTIMIZER, GRADIENTS, BUFFER, COMPUTE, LINK, CHECKPOINT = (
+INPUT, WEIGHTS, OPTIMIZER, GRADIENTS, BUFFER, COMPUTE, LINK, CHECKPOINT, DISK = (
     "input",
     "weights",
     "optimizer",
@@ -28,9 +28,11 @@ INPUT, WEIGHTS, OPTIMIZER, GRADIENTS, BUFFER, COMPUTE, LINK, CHECKPOINT = (
     "compute",
     "link",
     "checkpoint",
+    "disk",
 )
 """What a stream stands still for: an activation or its gradient, weights, the optimizer's turn with either, a sum
-of gradients, memory that is still read, work of the compute stream, a link that is emulated, a save."""
+of gradients, memory that is still read, work of the compute stream, a link that is emulated, a save, frozen
+weights that are read from the disk."""
 
 HOST = "host"
 """The worker of streams that belong to none, such as the optimizer's."""

@@ -6,6 +6,7 @@
     activations down           | y0 | y1 | y2 |
     gradients down                             | gradients of slot i |
 
+Where frozen weights lie on the disk there is a sixth stream, of the host's: engine/read_ahead.py.
 ``enqueue`` queues the whole slot at once and returns; the streams' threads carry it out as its events allow.
 """
 
@@ -21,9 +22,10 @@ from rpft.engine.buffers import Boundary, Reading, Ring
 from rpft.engine.compute import ForwardState, GradientChain, SlotRun
 from rpft.engine.device import Device
 from rpft.engine.failure import Failure
+from rpft.engine.read_ahead import ReadAhead
 from rpft.engine.slot import HostBatch, Slot, SlotKind, Task
 from rpft.engine.streams import Delays, Event, Stream
-from rpft.engine.trace import BUFFER, COMPUTE, GRADIENTS, INPUT, OPTIMIZER, WEIGHTS
+from rpft.engine.trace import BUFFER, COMPUTE, DISK, GRADIENTS, INPUT, OPTIMIZER, WEIGHTS
 from rpft.model.functions import DeviceBatch, LayerFunctions
 from rpft.model.layout import ALIGNMENT_ELEMENTS, LayerLayout
 from rpft.model.packed_attention import row_starts
@@ -47,11 +49,12 @@ class Worker:
         resident: dict[int, torch.Tensor],
         failure: Failure,
         delays: Delays,
+        frozen_on_disk: bool = False,
     ) -> None:
         """``first_trained``: the lowest layer with trained parameters; no gradient goes below it.
 
         ``keep_bytes_per_token``: see ``Plan``. ``resident``: layer to its frozen weights on the host, of layers
-        whose frozen weights stay here; they are brought up now.
+        whose frozen weights stay here; they are brought up now. ``frozen_on_disk``: whether others lie in a file.
         """
         self.device = device
         self._functions, self._layouts, self._first_trained = functions, layouts, first_trained
@@ -84,10 +87,12 @@ class Worker:
         self._activations_up = device.stream("activations up", failure, delays)
         self._activations_down = device.stream("activations down", failure, delays)
         self._gradients_down = device.stream("gradients down", failure, delays)
+        self._read_ahead = ReadAhead(device, sizes.weight_bytes, failure, delays) if frozen_on_disk else None
 
     @property
     def streams(self) -> list[Stream]:
         return [
+            *([] if self._read_ahead is None else [self._read_ahead.stream]),
             self._compute,
             self._weights_up,
             self._activations_up,
@@ -124,10 +129,21 @@ class Worker:
         buffer, free, freed = self._weight_ring.next()
         up = self._weights_up
         up.wait(free, BUFFER)
+
+        def bring(start: int, source: torch.Tensor) -> None:
+            self._queue_copy(up, buffer[start : start + source.numel()], source, f"{slot} weights")
+
+        if any(copy.on_disk for copy in slot.weights):
+            assert self._read_ahead is not None
+            runs, read, let_go = self._read_ahead.read(slot)
+            up.wait(read, DISK)
+            for start, source in runs:
+                bring(start, source)
+            let_go(up)
         for copy in slot.weights:
-            target = buffer[copy.start : copy.start + copy.source.numel()]
-            up.wait(copy.written, OPTIMIZER)
-            self._queue_copy(up, target, copy.source, f"{slot} weights")
+            if not copy.on_disk:
+                up.wait(copy.written, OPTIMIZER)
+                bring(copy.start, copy.source)
         up.record(slot.uploaded)
         return buffer, freed
 

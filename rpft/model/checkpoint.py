@@ -161,7 +161,10 @@ def load_checkpoint(
     progress: Callable[[int, int], None] = lambda done, total: None,
     num_threads: int | None = None,
 ) -> None:
-    """Fills ``store`` with every tensor that a checkpoint of the base model holds.
+    """Fills ``store`` with every tensor that a checkpoint of the base model holds, and seals it.
+
+    Frozen weights that lie in a file which is whole are there already: of the checkpoint only what is trained is
+    read.
 
     ``progress`` is told (tensors done, tensors in all), by the calling thread. Raises UserError for a tensor
     that is missing or has another shape, the first in the order of the files; tensors that the model does not
@@ -171,9 +174,11 @@ def load_checkpoint(
         spec.checkpoint_name: spec.name
         for layer in store.layers
         for spec, _ in layer.layout.own.values()
-        if spec.checkpoint_name is not None
+        if spec.checkpoint_name is not None and (spec.trained or not store.frozen_is_sealed)
     }
-    buffers = {name: buffer for name, buffer in skeleton.model.named_buffers() if name in store}
+    if store.frozen_is_sealed and not targets:
+        return
+    buffers = {n: b for n, b in skeleton.model.named_buffers() if n in store and not store.frozen_is_sealed}
     for name, buffer in buffers.items():
         store.write(name, buffer)  # the model's own value, until the file has another
     packed = {name: p for name, target in targets.items() if (p := store.packed(target)) is not None}
@@ -205,6 +210,7 @@ def load_checkpoint(
             type(skeleton.model).__name__,
             ", ".join(sorted(unexpected)[:5]),
         )
+    store.seal()
 
 
 @contextmanager

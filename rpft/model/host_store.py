@@ -3,7 +3,8 @@
 Per trained parameter in bfloat16: working weight 2 bytes, what its float32 master has beyond it 2, gradient 2 or
 4, two moments 8. In float32 the working weight is its own master. Where updates are delayed there are two copies
 of the working weights: an update reads one and writes the other, which no running step reads. A frozen parameter
-has its working weight only, or, quantised, the parts that it is stored as (model/quant.py).
+has its working weight only, or, quantised, the parts that it is stored as (model/quant.py); or that lies in a file
+on the disk, which is mapped (model/frozen_file.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rpft.model.frozen_file import FrozenFile
 from rpft.model.layout import LayerLayout, TensorSpec
 from rpft.model.pages import zeroed_pages
 from rpft.model.quant import PackedWeight, Parts
@@ -33,7 +35,8 @@ _ALLOCATING_THREADS = 4
 class HostLayer:
     """The host buffers of one layer: ``weights`` uint8 [host_bytes], ``gradient`` [grad_elements].
 
-    The gradient is float32 or bfloat16, the moments float32 [num_trained].
+    The gradient is float32 or bfloat16, the moments float32 [num_trained]. Where frozen weights lie on the disk
+    ``weights`` is the trained part only, uint8 [frozen_start].
     """
 
     layout: LayerLayout
@@ -46,8 +49,15 @@ class HostLayer:
     working weights are float32 themselves."""
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
+    frozen: torch.Tensor
+    """uint8 [frozen_bytes]: the end of ``weights``, or of a file."""
     latest: int = 0
     """The copy, 0 or 1, that belongs to the masters."""
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether the frozen part lies in a file."""
+        return self.weights.numel() < self.layout.host_bytes
 
     @property
     def dtype(self) -> torch.dtype:
@@ -66,17 +76,21 @@ class HostLayer:
 
     def copy(self, number: int) -> torch.Tensor:
         """Copy ``number`` of the trained working weights, flat [num_trained]."""
-        return self.buffer(number, 0)[: self.layout.num_trained * self.dtype.itemsize].view(self.dtype)
+        return self.run(number, 0, self.layout.num_trained * self.dtype.itemsize).view(self.dtype)
 
-    def buffer(self, number: int, byte_offset: int) -> torch.Tensor:
-        """The buffer in which what lies at ``byte_offset`` of the layer lies for copy ``number``."""
-        return self.second if number == 1 and byte_offset < self.second.numel() else self.weights
+    def run(self, number: int, start: int, stop: int) -> torch.Tensor:
+        """Bytes ``start`` to ``stop`` of the layer for copy ``number``, uint8, where they lie in one buffer."""
+        frozen_start = self.layout.frozen_start
+        if start >= frozen_start:
+            return self.frozen[start - frozen_start : stop - frozen_start]
+        return (self.second if number == 1 and self.second.numel() else self.weights)[start:stop]
 
     def pieces(self, number: int, start: int, stop: int) -> list[tuple[int, torch.Tensor]]:
         """Bytes ``start`` to ``stop`` of the layer for copy ``number``: (offset from ``start``, uint8) of each."""
-        middle = min(max(start, self.second.numel()), stop) if number == 1 else start
+        apart = number == 1 or self.on_disk
+        middle = min(max(start, self.layout.frozen_start), stop) if apart else start
         cuts = ((start, middle), (middle, stop))
-        return [(a - start, self.buffer(number, a)[a:b]) for a, b in cuts if a < b]
+        return [(a - start, self.run(number, a, b)) for a, b in cuts if a < b]
 
     @property
     def master_is_split(self) -> bool:
@@ -112,28 +126,52 @@ class HostStore:
         two_copies: bool = False,
         whole_masters: bool = False,
         gradient_dtype: torch.dtype = torch.float32,
+        frozen_file: FrozenFile | None = None,
     ) -> None:
         """Allocates every buffer. Weights and gradients cross the link and come from ``allocate``.
 
         ``two_copies``: of the working weights, as delayed updates need them. ``whole_masters``: float32 masters of
-        bfloat16 weights, 2 bytes more, for an optimizer that would have to join and split halves.
+        bfloat16 weights, 2 bytes more, for an optimizer that would have to join and split halves. ``frozen_file``:
+        where frozen weights lie, None for RAM.
         """
         self._allocate = allocate
         self._two_copies, self._whole_masters = two_copies, whole_masters
         self.gradient_dtype = gradient_dtype
+        self._frozen_file = frozen_file
+        self.frozen_is_sealed = frozen_file is not None and frozen_file.whole
+        """Whether the frozen weights are there and must not be written: they lie in a file that is whole."""
+        parts = [None] * len(layouts) if frozen_file is None else frozen_file.map()
         with ThreadPoolExecutor(_ALLOCATING_THREADS, "allocator") as pool:
-            self.layers: list[HostLayer] = list(pool.map(self._allocate_layer, layouts))
+            self.layers: list[HostLayer] = list(pool.map(self._allocate_layer, layouts, parts))
         self._layer_of = {name: layout.layer for layout in layouts for name in layout.own}
 
-    def _allocate_layer(self, layout: LayerLayout) -> HostLayer:
-        weights = self._allocate(layout.host_bytes)
+    def _allocate_layer(self, layout: LayerLayout, frozen: torch.Tensor | None) -> HostLayer:
+        weights = self._allocate(layout.host_bytes if frozen is None else layout.frozen_start)
+        frozen = weights[layout.frozen_start :] if frozen is None else frozen
         gradient = self._allocate(layout.grad_elements * self.gradient_dtype.itemsize).view(self.gradient_dtype)
         trained_bytes, master_bytes = _trained_bytes(layout, self._whole_masters)
         copies = self._two_copies and trained_bytes > 0
         second = self._allocate(trained_bytes) if copies else torch.empty(0, dtype=torch.uint8)
         master = zeroed_pages(master_bytes).view(torch.int16 if master_bytes == trained_bytes else torch.float32)
         exp_avg, exp_avg_sq = (zeroed_pages(layout.num_trained * 4).view(torch.float32) for _ in range(2))
-        return HostLayer(layout, weights, second, gradient, master, exp_avg, exp_avg_sq)
+        return HostLayer(layout, weights, second, gradient, master, exp_avg, exp_avg_sq, frozen)
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether frozen weights lie in a file."""
+        return self._frozen_file is not None
+
+    def seal(self) -> None:
+        """Says that all frozen weights are written. Those in a file are safe there, and only read from now on."""
+        if self._frozen_file is None or self.frozen_is_sealed:
+            return
+        for layer in self.layers:
+            layer.frozen = torch.empty(
+                0, dtype=torch.uint8
+            )  # the mapping that can be written goes with the last view
+        for layer, part in zip(self.layers, self._frozen_file.seal(), strict=True):
+            layer.frozen = part
+        self.frozen_is_sealed = True
 
     def __contains__(self, name: str) -> bool:
         return name in self._layer_of
@@ -149,7 +187,7 @@ class HostStore:
         """The working tensor ``name``, a view of its host buffer."""
         layer = self.layers[self._layer_of[name]]
         spec, offset = layer.layout.own[name]
-        return spec.view_in(layer.buffer(layer.latest, offset), offset)
+        return spec.view_in(layer.run(layer.latest, offset, offset + spec.num_bytes), 0)
 
     def lagging_tensor(self, name: str) -> torch.Tensor:
         """The working tensor ``name`` of one update ago, in a store of two copies."""
@@ -164,7 +202,7 @@ class HostStore:
             piece = next(p for p in layout.weight_pieces if 0 <= b.byte_offset - p.region_offset < p.length)
             start = piece.start + b.byte_offset - piece.region_offset
             owner = self.layers[piece.layer]
-            weights[b.name] = b.view_in(owner.buffer(owner.latest, start), start)
+            weights[b.name] = b.view_in(owner.run(owner.latest, start, start + b.num_bytes), 0)
         return weights
 
     def trained_view(self, name: str, flat: str) -> torch.Tensor:
@@ -195,10 +233,12 @@ class HostStore:
     def write(self, name: str, value: torch.Tensor) -> None:
         """Stores ``value`` as the working tensor, quantised if it is kept so, and unrounded as its master."""
         layout = self.layers[self._layer_of[name]].layout
+        trained = layout.own[name][0].trained
+        assert trained or not self.frozen_is_sealed, name
         if name in layout.packed:
             layout.packed[name].quantize_into(value, self.parts(name))
             return
-        if not layout.own[name][0].trained:
+        if not trained:
             self.tensor(name).copy_(value)
             return
         layer, start, spec = self._trained(name)
@@ -239,11 +279,13 @@ def store_bytes(
     *,
     two_copies: bool = False,
     whole_masters: bool = False,
+    frozen_on_disk: bool = False,
 ) -> int:
     """Host bytes that a store of these layouts takes, exactly."""
     total = 0
     for layout in layouts:
         trained_bytes, master_bytes = _trained_bytes(layout, whole_masters)
         gradient = layout.grad_elements * gradient_dtype.itemsize
-        total += layout.host_bytes + two_copies * trained_bytes + gradient + master_bytes + layout.num_trained * 8
+        weights = layout.frozen_start if frozen_on_disk else layout.host_bytes
+        total += weights + two_copies * trained_bytes + gradient + master_bytes + layout.num_trained * 8
     return total

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from rpft.model.frozen_file import frozen_file_bytes
 from rpft.model.graphs import KernelKind
 from rpft.model.head import HEAD_CHUNK_TOKENS
 from rpft.model.host_store import store_bytes
@@ -24,6 +25,9 @@ _COMPILER_BYTES = 1 << 30
 
 _GAPS = 0.1
 """Between tensors that come and go, of what they take: measured as what torch reserves beyond its peak."""
+
+READ_AHEAD = "read ahead from the disk"
+"""The part of ``Bill.host_parts`` into which frozen weights are read."""
 
 RESULT_EXTRAS_BYTES = 32 << 20
 """Tokenizer, configuration and the heads of the files: up to 32 MiB."""
@@ -42,6 +46,8 @@ class Bill:
     """Of what is saved at the end; checkpoints come on top (train/room.py)."""
     host_parts: dict[str, int]
     device_parts: dict[str, int]
+    frozen_file: int
+    """Of frozen weights on the disk while the run lasts."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,8 @@ class Workload:
     """As of the host store."""
     workers_in_ram: int = 0
     """Workers that have no memory of their own: those of the CPU pool."""
+    readers: int = 0
+    """Workers that read frozen weights ahead from the disk; 0 where those lie in RAM."""
 
 
 def make_bill(plan: Plan, layouts: list[LayerLayout], work: Workload) -> Bill:
@@ -83,13 +91,19 @@ def make_bill(plan: Plan, layouts: list[LayerLayout], work: Workload) -> Bill:
     kept_blocks = sum(1 for layout in layouts[1 : plan.fused.first] if layout.layer >= _first_trained(layouts))
     host = {
         "weights, gradients, optimizer state": store_bytes(
-            layouts, work.gradient_dtype, two_copies=work.delayed, whole_masters=work.whole_masters
+            layouts,
+            work.gradient_dtype,
+            two_copies=work.delayed,
+            whole_masters=work.whole_masters,
+            frozen_on_disk=work.readers > 0,
         ),
         "hidden states between stages": boundary_buffers(plan, _first_trained(layouts)) * boundary,
         "kept for the backward": kept_blocks * plan.num_microbatches * plan.keep_bytes_per_token * max_tokens,
         "process": _PROCESS_BYTES + (_COMPILER_BYTES if work.kernels == "compile" else 0),
     }
     sizes = worker_sizes(layouts, plan, boundary, work.gradient_dtype, max_tokens)
+    if work.readers:
+        host[READ_AHEAD] = 2 * work.readers * sizes.weight_bytes
     device = {
         "weight, gradient and hidden-state buffers": sizes.total_bytes - sizes.resident_bytes,
         "frozen weights that stay": sizes.resident_bytes,
@@ -106,7 +120,8 @@ def make_bill(plan: Plan, layouts: list[LayerLayout], work: Workload) -> Bill:
     frozen = any(layout.num_trained == 0 or layout.host_bytes > layout.num_trained * 4 for layout in layouts)
     result = trained * shape.itemsize if frozen else sum(layout.host_bytes for layout in layouts)
     result += RESULT_EXTRAS_BYTES
-    return Bill(sum(host.values()), sum(device.values()), result, host, device)
+    frozen_file = frozen_file_bytes(layouts) if work.readers else 0
+    return Bill(sum(host.values()), sum(device.values()), result, host, device, frozen_file)
 
 
 def _first_trained(layouts: list[LayerLayout]) -> int:

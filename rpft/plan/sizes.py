@@ -68,6 +68,17 @@ def worker_sizes(
     )
 
 
+def frozen_bytes_up(layouts: list[LayerLayout], plan: Plan, first_trained: int) -> int:
+    """Bytes of frozen weights that the slots of one round bring up."""
+    stages = [*plan.forward, *(stage for stage in plan.backward if stage.last >= first_trained)]
+    total = 0
+    for layer in (layer for stage in stages for layer in stage.layers):
+        for piece in layouts[layer].weight_pieces:
+            if piece.layer != layer or layer not in plan.resident:
+                total += max(0, piece.stop - max(piece.start, layouts[piece.layer].frozen_start))
+    return total
+
+
 def boundary_buffers(plan: Plan, first_trained: int) -> int:
     """Host buffers for hidden states and their gradients, as many as a round needs at once.
 

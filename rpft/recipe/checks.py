@@ -35,6 +35,12 @@ def find_conflicts(
             f"model.quantize is {model.quantize} and there is no adapter: quantised weights cannot be trained. Add"
             " an adapter section, or set model.quantize to none",
         )
+    if engine and engine.host_store == "mmap" and not has_adapter:
+        yield Conflict(
+            ("engine.host_store", "adapter"),
+            "engine.host_store is mmap and there is no adapter: every weight is trained, and only frozen ones can"
+            " lie on the disk. Add an adapter section, or set engine.host_store to ram",
+        )
     if data and data.eval and data.eval_fraction > 0:
         yield Conflict(
             ("data.eval_fraction", "data.eval"),

@@ -394,6 +394,12 @@ class Engine(Section):
         "gradient_accumulation_steps). float32: nothing is rounded, so a step's rounds change no result. auto: "
         "bfloat16 where it is possible.",
     )
+    host_store: Literal["ram", "mmap", "auto"] = Field(
+        default="ram",
+        description="Where frozen weights lie, those under an adapter. ram: page-locked RAM. mmap: a file in "
+        "output_dir, read in every step, which saves nearly all of their RAM; a step takes as long as the disk "
+        "needs for them, which the plan says. No number depends on it. auto: mmap only where RAM is too short.",
+    )
     vram_limit: Annotated[
         int | None,
         BeforeValidator(bytes_or_null),

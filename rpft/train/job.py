@@ -60,6 +60,11 @@ class Job:
         return self.recipe.optimizer.update == "delayed"
 
     @property
+    def on_disk(self) -> bool:
+        """Whether frozen weights lie in a file and not in RAM. Of ``auto`` not, until a plan needs it."""
+        return self.recipe.engine.host_store == "mmap"
+
+    @property
     def shape(self) -> ModelShape:
         return model_shape(self.skeleton.model.config, self.dtype.itemsize)
 
@@ -87,6 +92,7 @@ class Job:
         profiles: Sequence[LayerProfile] | None,
         whole_masters: bool = False,
         workers_in_ram: int = 0,
+        num_workers: int = 0,
     ) -> Workload:
         """What decides the memory of this run."""
         return Workload(
@@ -99,6 +105,7 @@ class Job:
             profiles,
             whole_masters,
             workers_in_ram,
+            num_workers if self.on_disk else 0,
         )
 
     def parts(self) -> dict[str, Any]:
@@ -140,6 +147,11 @@ class Job:
         if accumulation % in_round:
             raise UserError(f"rounds of {in_round} microbatches do not divide {accumulation}")
         return job
+
+    def with_frozen_on_disk(self) -> Job:
+        """This job with frozen weights in a file."""
+        engine = self.recipe.engine.model_copy(update={"host_store": "mmap"})
+        return replace(Job(**self.parts()), recipe=self.recipe.model_copy(update={"engine": engine}))
 
     def with_rounds(self, num_microbatches: int) -> Job:
         """This job with so many microbatches a round; UserError where host gradients cannot be as it says."""

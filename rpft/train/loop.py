@@ -21,6 +21,7 @@ from rpft.engine.failure import Failure, out_of_device_memory
 from rpft.engine.slot import HostBatch
 from rpft.model.adapters import initialise_lora
 from rpft.model.checkpoint import load_checkpoint
+from rpft.model.frozen_file import FrozenFile, frozen_files
 from rpft.model.host_store import HostStore
 from rpft.model.save import save_result
 from rpft.model.verify import verify_head
@@ -88,6 +89,7 @@ class Trainer:
             two_copies=self._delayed,
             whole_masters=self._prepared.target.whole_masters,
             gradient_dtype=self._prepared.gradient_dtype,
+            frozen_file=self._frozen_file(),
         )
         load_checkpoint(self._prepared.checkpoint, self._prepared.skeleton, self._store, self._reporter.loading)
         seed = self._recipe.train.seed
@@ -125,7 +127,15 @@ class Trainer:
             self._close()
             folder = self._save_result()
             self._metrics.sync()
+            for path in frozen_files(self.output_dir):  # until now a resumed run could have used it again
+                path.unlink()
             return folder
+
+    def _frozen_file(self) -> FrozenFile | None:
+        prepared = self._prepared
+        if not prepared.on_disk:
+            return None
+        return FrozenFile(self.output_dir, prepared.layouts, prepared.checkpoint.files())
 
     def _begin_at(self, step: int) -> None:
         """What is known of steps after ``step`` is forgotten."""

@@ -191,6 +191,8 @@ class PlanReport:
             facts.append(("kept for the backward", f"{plan.keep_bytes_per_token:,} bytes a token and block"))
         if plan.resident:
             facts.append(("frozen weights that stay on workers", f"of {len(plan.resident)} layers"))
+        if planned.about_disk is not None:
+            facts.append(("host store", planned.about_disk))
         facts += [("chosen by the planner", choice) for choice in planned.choices]
         if plan.dispatch:
             facts.append(("slots of a step go to workers", " ".join(map(str, plan.dispatch))))
@@ -270,6 +272,8 @@ def _slots(planned: Planned) -> list[SlotReport]:
 
 def _memory(planned: Planned) -> dict[str, MemoryReport]:
     disk = {"result": planned.bill.result}
+    if planned.on_disk:
+        disk["frozen weights"] = planned.bill.frozen_file
     if planned.num_checkpoints:
         disk[f"{planned.num_checkpoints} checkpoint(s)"] = planned.num_checkpoints * planned.checkpoint_bytes
     parts = {"vram_bytes": planned.bill.device_parts, "host_bytes": planned.bill.host_parts, "disk_bytes": disk}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from rpft import files
 from rpft.model.graphs import KernelKind
-from rpft.plan.bill import Bill, Workload, gib, make_bill
+from rpft.plan.bill import READ_AHEAD, Bill, Workload, gib, make_bill
 from rpft.plan.choose import choose_plan, step_shape
 from rpft.plan.compare import Workbook
 from rpft.plan.costs import measured_costs
@@ -19,6 +19,7 @@ from rpft.plan.predict import Prediction, predict
 from rpft.plan.profile import LayerProfile
 from rpft.plan.profile_file import Profile
 from rpft.plan.simulate import ASSUMED_RATES, Rates, StepShape, step_seconds
+from rpft.plan.sizes import frozen_bytes_up
 from rpft.plan.smaller import smaller_plan
 from rpft.recipe.schema import Recipe
 from rpft.train.checkpoint import checkpoint_bytes
@@ -64,11 +65,13 @@ class Target:
     """Whether copies to a worker need page-locked memory."""
     whole_masters: bool = False
     """As of the host store."""
+    disk_rate: float | None = None
+    """Bytes a second that the disk of the output directory is read with; None where that is not known."""
 
     def workload(self, job: Job, profiles: Sequence[LayerProfile] | None) -> Workload:
         """What decides the memory of ``job`` here."""
         workers_in_ram = self.num_workers if self.vram_bytes is None else 0
-        return job.workload(profiles, self.whole_masters, workers_in_ram)
+        return job.workload(profiles, self.whole_masters, workers_in_ram, self.num_workers)
 
 
 class UsualStep(NamedTuple):
@@ -113,12 +116,37 @@ class Planned(Job):
             gradients = self.gradient_dtype.itemsize
             pinned = sum(layout.host_bytes + layout.grad_elements * gradients for layout in self.layouts)
             pinned += sum(self.bill.host_parts[part] for part in crossing)
+            if self.on_disk:
+                pinned += self.bill.host_parts[READ_AHEAD] - self._frozen_bytes
         return {
             "vram_bytes": self.bill.device,
             "host_bytes": self.bill.host,
             "pinned_bytes": pinned,
-            "disk_bytes": self.bill.result + self.num_checkpoints * self.checkpoint_bytes,
+            "disk_bytes": self.bill.result + self.bill.frozen_file + self.num_checkpoints * self.checkpoint_bytes,
         }
+
+    @property
+    def _frozen_bytes(self) -> int:
+        return sum(layout.frozen_bytes for layout in self.layouts)
+
+    @property
+    def frozen_bytes_a_step(self) -> int:
+        """Bytes of frozen weights that the slots of a step bring up."""
+        first_trained = next(layout.layer for layout in self.layouts if layout.grad_elements)
+        return self.rounds * frozen_bytes_up(self.layouts, self.plan, first_trained)
+
+    @property
+    def about_disk(self) -> str | None:
+        """What it saves and costs that frozen weights lie on the disk, for people; None where they do not."""
+        if not self.on_disk:
+            return None
+        saved = self._frozen_bytes - self.bill.host_parts[READ_AHEAD]
+        read, rate = self.frozen_bytes_a_step, self.target.disk_rate
+        seconds = "" if rate is None else f": at {rate / 1e9:.2g} GB/s at least {read / rate:.2g} s"
+        return (
+            f"frozen weights lie in a file in output_dir: {gib(abs(saved))} {'less' if saved >= 0 else 'more'}"
+            f" RAM; a step reads {gib(read)}{seconds}, less what the system has RAM left to keep"
+        )
 
     @property
     def limits(self) -> dict[str, int | None]:
@@ -235,9 +263,15 @@ def plan_job(
     """Chooses the plan, unless one is given, and the rounds, where the recipe does not say; and makes its bill.
 
     No number depends on the rounds: those are tried that leave the host gradients as precise as they are, and the
-    others only where none of these fits. Whether the outcome fits is not asked here.
+    others only where none of these fits. Whether the outcome fits is not asked here. With ``engine.host_store:
+    auto`` frozen weights lie on the disk if RAM is too little for them and all fits so.
     """
-    return plan_rounds(job, lambda job: plan_in_rounds(job, target, profiles, profile))
+    planned = plan_rounds(job, lambda job: plan_in_rounds(job, target, profiles, profile))
+    if job.recipe.engine.host_store == "auto" and job.recipe.adapter and "host_bytes" in planned.short_of:
+        on_disk = plan_job(job.with_frozen_on_disk(), target, profiles, profile)
+        if on_disk.fits:
+            return on_disk
+    return planned
 
 
 def plan_in_rounds(

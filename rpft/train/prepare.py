@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from rpft.engine.device import Device, make_pool
 from rpft.errors import UserError
@@ -13,6 +14,7 @@ from rpft.model.packed_attention import adopt
 from rpft.optim.one_pass import FusedPass, OnePass
 from rpft.optim.one_pass import prepare as prepare_one_pass
 from rpft.plan.bill import available_host_bytes
+from rpft.plan.disk_rate import disk_rate
 from rpft.plan.profile_file import Profile
 from rpft.plan.simulate import ASSUMED_RATES
 from rpft.recipe.schema import Engine, Recipe
@@ -85,6 +87,8 @@ def plan_here(bench: Workbench, profile: Profile | None) -> Prepared:
         whole_masters=isinstance(bench.one_pass, FusedPass),
     )
     planned = plan_job(bench.job, target, None if profile is None else profile.layers, profile)
+    if planned.on_disk:
+        planned = replace(planned, target=replace(target, disk_rate=disk_rate(Path(recipe.output_dir))))
     return Prepared(**vars(planned), devices=devices, functions=bench.functions, one_pass=bench.one_pass)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rpft import files
+from rpft.model.frozen_file import frozen_files
 from rpft.recipe.schema import Recipe
 from rpft.train.resume import checkpoint_folder
 
@@ -23,7 +24,8 @@ def most_checkpoints(recipe: Recipe, num_steps: int) -> int:
 
 
 def room_bytes(recipe: Recipe) -> int:
-    """Bytes that a run may have on the disk of its output directory; checkpoints that are there already count."""
+    """Bytes that a run may have on the disk of its output directory; what is there of it already counts."""
     folders = checkpoint_folder(recipe).all()
     present = sum(file.stat().st_size for folder in folders for file in folder.iterdir())
+    present += sum(file.stat().st_size for file in frozen_files(Path(recipe.output_dir)))
     return files.free_bytes(Path(recipe.output_dir)) + present

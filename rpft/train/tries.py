@@ -78,10 +78,11 @@ def _short_of_vram(planned: Planned) -> str:
 def _short_of_disk(planned: Planned) -> str:
     free, count = planned.target.disk_bytes, planned.num_checkpoints
     assert free is not None
+    frozen = f"frozen weights {gib(planned.bill.frozen_file)}; " if planned.on_disk else ""
     return (
         f"output_dir {planned.recipe.output_dir}: this run needs {gib(planned.memory['disk_bytes'])} there and"
         f" {gib(free)} are free on that disk (the result {gib(planned.bill.result)}; {count} checkpoint(s) at once"
-        f" of {gib(planned.checkpoint_bytes)} each; another output_dir may have room)"
+        f" of {gib(planned.checkpoint_bytes)} each; {frozen}another output_dir may have room)"
     )
 
 
@@ -149,6 +150,8 @@ def _smaller_changes(planned: Planned) -> Iterator[_Change]:
         yield _Change("adapter.r=16", recipe.model_copy(update={"adapter": Adapter(r=16)}))
     elif recipe.model.quantize == "none":
         yield _Change("model.quantize=nf4", _with(recipe, "model", quantize="nf4"))
+    if recipe.adapter is not None and not planned.on_disk:
+        yield _Change("engine.host_store=mmap", _with(recipe, "engine", host_store="mmap"))
     if recipe.model.dtype == "float32":
         yield _Change("model.dtype=bfloat16", _with(recipe, "model", dtype="bfloat16"))
     if planned.delayed:

@@ -5,7 +5,7 @@ from support.engines import plan_of, run_engine
 from support.models import tiny_checkpoint
 
 from rpft.engine.idle import CAUSES, idle_by_cause, idle_table
-from rpft.engine.trace import COMPUTE, GRADIENTS, HOST, INPUT, OPTIMIZER, TASK, WAIT, WEIGHTS, Span, Trace
+from rpft.engine.trace import COMPUTE, DISK, GRADIENTS, HOST, INPUT, OPTIMIZER, TASK, WAIT, WEIGHTS, Span, Trace
 from rpft.engine.tracer import Tracer
 
 
@@ -24,8 +24,9 @@ def trace_of(*spans):
 
 def test_each_second_of_a_known_trace_has_its_cause():
     trace = trace_of(
-        wait("compute", WEIGHTS, 0.0, 4.0),  # until 3 the optimizer had not written them
-        wait("weights up", OPTIMIZER, 0.0, 3.0),
+        wait("compute", WEIGHTS, 0.0, 4.0),  # until 1 some were read, until 3 the optimizer had not written others
+        wait("weights up", DISK, 0.0, 1.0),
+        wait("weights up", OPTIMIZER, 1.0, 3.0),
         task("weights up", 3.0, 4.0, 100),
         task("compute", 4.0, 6.0),
         wait("compute", INPUT, 6.0, 9.0),  # computed elsewhere until 8
@@ -45,7 +46,8 @@ def test_each_second_of_a_known_trace_has_its_cause():
             "input": 2.0,
             "input copy": 1.0,
             "weights": 1.0,
-            "optimizer": 4.0,
+            "disk": 1.0,
+            "optimizer": 3.0,
             "gradients": 2.0,
             "launch": 2.0,
             "no work": 1.0,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
@@ -85,6 +87,14 @@ def test_an_nf4_base_of_235b_fits_ordinary_ram_and_a_card_of_24_gib():
     assert bill.device <= CARD_BYTES
     assert bill.device_parts["a weight, dequantised"] == 128 * 2 * 1536 * 4096 * 2
     assert bill.host_parts["weights, gradients, optimizer state"] <= 116 << 30
+    on_disk = replace(work, readers=2)
+    limit = 40 << 30
+    plan = choose_plan(layouts, skeleton, on_disk, 2, 16, "auto", CARD_BYTES, limit)
+    bill = make_bill(plan, layouts, on_disk)
+    assert bill.device <= CARD_BYTES
+    assert bill.host <= limit
+    assert bill.host_parts["weights, gradients, optimizer state"] <= 1 << 30
+    assert 114 << 30 <= bill.frozen_file <= 116 << 30
 
 
 @pytest.mark.parametrize(("vram_gib", "least", "most"), [(12, 0, 33), (48, 1, 34), (80, 34, 34)])

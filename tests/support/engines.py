@@ -19,9 +19,10 @@ from rpft.engine.slot import HostBatch
 from rpft.engine.streams import Delays
 from rpft.model.adapters import LoraSettings, initialise_lora, inject_lora
 from rpft.model.checkpoint import Checkpoint, load_checkpoint, read_config
+from rpft.model.frozen_file import FrozenFile
 from rpft.model.functions import LayerFunctions
 from rpft.model.graphs import KernelKind
-from rpft.model.host_store import HostStore
+from rpft.model.host_store import HostLayer, HostStore
 from rpft.model.layers import build_layers
 from rpft.model.quant import QuantKind
 from rpft.model.quant_choice import quantize_base
@@ -85,10 +86,16 @@ class Outcome:
         for a, b in zip(self.store.layers, other.store.layers, strict=True):
             found += [
                 f"{kind} of layer {a.layout.layer}"
-                for kind in ("weights", "second", "master", "exp_avg", "exp_avg_sq")
-                if not torch.equal(getattr(a, kind), getattr(b, kind))
+                for kind in ("trained weights", "frozen", "second", "master", "exp_avg", "exp_avg_sq")
+                if not torch.equal(_of(a, kind), _of(b, kind))
             ]
         return found
+
+
+def _of(layer: HostLayer, kind: str) -> torch.Tensor:
+    if kind == "trained weights":
+        return layer.run(0, 0, layer.layout.frozen_start)
+    return getattr(layer, kind)
 
 
 def random_plan(rng: random.Random, num_layers: int, num_microbatches: int) -> Plan:
@@ -132,8 +139,12 @@ def run_engine(
     gradient_dtype: torch.dtype = torch.float32,
     one_pass: OnePass | None = None,
     quantize: QuantKind | None = None,
+    frozen_in: Path | None = None,
 ) -> Outcome:
-    """Trains the checkpoint in ``folder`` for ``steps`` steps; raises the engine's fault, if any."""
+    """Trains the checkpoint in ``folder`` for ``steps`` steps; raises the engine's fault, if any.
+
+    ``frozen_in``: the folder of a file in which frozen weights lie, None for RAM.
+    """
     config = read_config(folder)
     skeleton = cut(build_model(config, dtype, "auto"))
     if lora is not None:
@@ -142,11 +153,13 @@ def run_engine(
     if quantize is not None:
         quantize_base(skeleton, quantize, dtype, nested=checkpoint.stored.nested or not checkpoint.stored.weights)
     devices = [make_device(i) for i in range(workers)]
+    layouts = build_layers(skeleton, dtype)
     store = HostStore(
-        build_layers(skeleton, dtype),
+        layouts,
         devices[0].allocate_host,
         two_copies=update_lag == 1,
         gradient_dtype=gradient_dtype,
+        frozen_file=None if frozen_in is None else FrozenFile(frozen_in, layouts, checkpoint.files()),
     )
     load_checkpoint(checkpoint, skeleton, store)
     if lora is not None:
