@@ -27,13 +27,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from random_job import Step, gpu_names
 from record import machine, write_record
-from throughput import Model, Run, Step, add_model_arguments, gpu_names, random_step
+from throughput import Model, Run, add_model_arguments
 
 from rpft.model.host_store import HostLayer
 from rpft.plan.bill import gib
 from rpft.train.checkpoint import CheckpointFolder, TrainState, read_state, restore
-from rpft.train.saver import Saver, SaveReport
+from rpft.train.flight import Flight
+from rpft.train.saver import SaveReport
 
 _LONG_INTERVAL_SECONDS = 1800
 """For which the share of a stall is given beside that of this run's interval."""
@@ -71,42 +73,28 @@ class Training:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
-        torch.manual_seed(0)  # the same weights in every process
-        self.model = Model(arguments)
         shape = arguments.rows, arguments.sequence, arguments.microbatches
         self.step = Step(*shape, _MANY_STEPS if arguments.part == "killed" else arguments.steps)
-        delayed = arguments.update == "delayed"
-        self.checkpoints = CheckpointFolder(arguments.folder, keep_last=1, keep_best=False)
-        resumed_from = self.checkpoints.newest() if arguments.part == "resumed" else None
+        self.model = Model(arguments, self.step)
+        checkpoints = CheckpointFolder(arguments.folder, keep_last=1, keep_best=False)
+        resumed_from = checkpoints.newest() if arguments.part == "resumed" else None
         self.before = 0 if resumed_from is None else read_state(resumed_from).step
-        profiles, workers = self.model.profiles(self.step), arguments.workers[0]
-        self.run = Run(
-            self.model, self.step, profiles, arguments.update, workers, 0, self.before, self._before_update
-        )
-        self.saver = Saver(
-            self.checkpoints,
-            self.model.store,
-            self.run.failure,
-            lagging=delayed,
-            may_make_room=False,
-            before_commit=lambda: None,
-        )
+        self.run = Run(self.model, self.step, arguments.update, arguments.workers[0], steps_before=self.before)
+        self.saver = self.run.machinery.saver
         if resumed_from is not None:
-            restore(resumed_from, self.model.store, lagging=delayed)
-
-    def _before_update(self, step: int, layer: int) -> None:
-        self.saver.before_update(step, layer)
+            restore(resumed_from, self.model.store, lagging=arguments.update == "delayed")
+        self.run.start()
 
     def train(self) -> None:
         """All steps that are left, each queued while the one before computes, as ``rpft train`` does."""
+        machinery, data = self.run.machinery, self.run.prepared.data
         mark = time.perf_counter()
         for step in range(self.before + 1, self.step.timed + 2):
             if step <= self.step.timed:
-                shape = self.step.rows, self.step.sequence, self.step.microbatches
-                self.run.engine.submit_step(step, random_step(*shape, self.model.vocabulary, step))
+                machinery.engine.submit_step(step, Flight(step, data.step(step)).host_batches())
                 tell(submitted=step)
             if step > self.before + 1:
-                result = self.run.optimizer.wait(step - 1)
+                result = machinery.optimizer.wait(step - 1)
                 now = time.perf_counter()
                 loss = result.loss_sum / (self.step.rows * (self.step.sequence - 1))
                 tell(step=step - 1, loss=loss, seconds=now - mark)
@@ -117,7 +105,6 @@ class Training:
                 self.saver.arm(step)
             self._tell_of_saves(self.saver.take_reports())
         self.run.close()
-        self.run.optimizer.join(60)
 
     @staticmethod
     def _tell_of_saves(reports: list[SaveReport]) -> None:

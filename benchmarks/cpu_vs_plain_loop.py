@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from record import machine, write_record
-from throughput import random_step
 
 from rpft.engine.cpu import CpuDevice
 from rpft.engine.engine import Engine
@@ -35,6 +34,18 @@ from rpft.optim.host_optimizer import HostOptimizer
 from rpft.optim.schedule import Schedule
 from rpft.plan.costs import layer_costs
 from rpft.plan.partition import balanced_plan
+
+
+def random_step(rows: int, sequence: int, microbatches: int, vocabulary: int, seed: int) -> list[HostBatch]:
+    """``microbatches`` of rows / microbatches rows; all but the last position of a row is trained."""
+    generator = torch.Generator().manual_seed(seed)
+    size = rows // microbatches
+    at = torch.arange(size * sequence).view(size, sequence)[:, :-1].flatten()
+    batches = []
+    for _ in range(microbatches):
+        ids = torch.randint(0, vocabulary, (size, sequence), generator=generator)
+        batches.append(HostBatch(ids, None, at, ids[:, 1:].flatten()))
+    return batches
 
 
 class PlainLoop:

@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 
 import torch
+from random_job import DTYPE, PRESETS, gpu_names, make_config
 from record import machine, write_record
 from safetensors.torch import save_file
-from throughput import DTYPE, PRESETS, gpu_names, make_config
 
 from rpft.engine.device import make_pool
 from rpft.model.adapters import LoraSettings, inject_lora

@@ -13,8 +13,9 @@ import sys
 from pathlib import Path
 
 import torch
+from random_job import DTYPE, PRESETS, make_config
 from record import machine, write_record
-from throughput import DTYPE, PRESETS, make_config, numbers
+from throughput import numbers
 
 from rpft.model.functions import LayerFunctions
 from rpft.model.layers import build_layers

@@ -15,87 +15,32 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from random_job import PRESETS, Step, gpu_names, make_job, make_recipe, model_of, random_store
 from record import machine, write_record
 from timeline import overlap_table
 
-from rpft.engine.device import Device, make_pool
+from rpft.engine.device import Device
 from rpft.engine.engine import Engine
 from rpft.engine.failure import Failure
 from rpft.engine.slot import HostBatch
-from rpft.engine.streams import Delays
 from rpft.engine.tracer import Tracer
-from rpft.model.adapters import LoraSettings, initialise_lora, inject_lora
-from rpft.model.functions import LayerFunctions
 from rpft.model.host_store import HostStore
-from rpft.model.layers import build_layers
-from rpft.model.skeleton import build_model, cut
-from rpft.optim.adamw import AdamW
-from rpft.optim.host_optimizer import HostOptimizer
-from rpft.optim.one_pass import OnePass, measured_rate, prepare
-from rpft.optim.schedule import Schedule
-from rpft.plan.bill import Workload, available_host_bytes, gib, make_bill
-from rpft.plan.choose import choose_plan, model_shape, step_shape
-from rpft.plan.costs import measured_costs
-from rpft.plan.profile import LayerMeter, LayerProfile, layers_by_kind, measure_link
-from rpft.plan.simulate import ASSUMED_RATES, Rates, step_seconds
-
-DTYPE = torch.bfloat16
-
-PRESETS = {
-    # family, vocabulary, hidden, intermediate, blocks, heads, key-value heads, head size, tied
-    "qwen3-1.7b": ("Qwen3", 151936, 2048, 6144, 28, 16, 8, 128, True),
-    "llama-8b": ("Llama", 128256, 4096, 14336, 32, 32, 8, 128, False),
-    "qwen3-32b": ("Qwen3", 151936, 5120, 25600, 64, 64, 8, 128, False),
-    "tiny": ("Llama", 512, 64, 192, 4, 4, 2, 16, False),
-}
-
-
-def make_config(preset: str):
-    """The transformers config of a preset."""
-    import transformers
-
-    family, vocabulary, hidden, intermediate, blocks, heads, kv_heads, head_size, tied = PRESETS[preset]
-    return getattr(transformers, f"{family}Config")(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=blocks,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_size,
-        max_position_embeddings=131072,
-        tie_word_embeddings=tied,
-    )
-
-
-def fill_randomly(store: HostStore, device: torch.device) -> None:
-    """Normal(0, 0.02) matrices and unit norms, drawn where it is quick."""
-    for name in store.names():
-        target = store.tensor(name)
-        if target.dim() < 2:
-            store.write(name, torch.ones_like(target))
-        else:
-            store.write(name, torch.empty(target.shape, device=device, dtype=target.dtype).normal_(0, 0.02))
-
-
-def random_step(rows: int, sequence: int, microbatches: int, vocabulary: int, seed: int) -> list[HostBatch]:
-    """``microbatches`` of rows / microbatches rows; all but the last position of a row is trained."""
-    generator = torch.Generator().manual_seed(seed)
-    size = rows // microbatches
-    at = torch.arange(size * sequence).view(size, sequence)[:, :-1].flatten()
-    batches = []
-    for _ in range(microbatches):
-        ids = torch.randint(0, vocabulary, (size, sequence), generator=generator)
-        batches.append(HostBatch(ids, None, at, ids[:, 1:].flatten()))
-    return batches
+from rpft.optim.host_optimizer import UpdateResult
+from rpft.optim.one_pass import OnePass
+from rpft.plan.bill import available_host_bytes, gib
+from rpft.plan.profile_file import Profile
+from rpft.train.bench import idle_machinery, timed_steps
+from rpft.train.flight import Flight
+from rpft.train.measuring import Workbench
+from rpft.train.prepare import Prepared, make_devices, plan_here, workbench
 
 
 def parse() -> argparse.Namespace:
@@ -117,6 +62,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """What ``Model`` reads."""
     parser.add_argument("preset", choices=sorted(PRESETS))
     parser.add_argument("--lora", type=int, default=0, help="rank; 0 trains every weight")
+    add_engine_arguments(parser)
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """What ``Model`` reads beside the model."""
     parser.add_argument("--workers", type=numbers, default=[0], help="0: all")
     parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
     parser.add_argument("--vram-limit", type=float, default=24.0, help="GiB a worker")
@@ -131,25 +81,6 @@ def numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
-@dataclass(frozen=True)
-class Step:
-    """The shape of a step, and how many are timed."""
-
-    rows: int
-    sequence: int
-    microbatches: int
-    timed: int
-
-    @property
-    def size(self) -> int:
-        """Rows of a microbatch."""
-        return self.rows // self.microbatches
-
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.sequence
-
-
 def steps_of(arguments: argparse.Namespace) -> list[Step]:
     """The steps that --rows, --sequence, --microbatches and --steps give."""
     columns = [arguments.rows, arguments.sequence, arguments.microbatches, arguments.steps]
@@ -162,155 +93,110 @@ def steps_of(arguments: argparse.Namespace) -> list[Step]:
 class Model:
     """A model with random weights: what all combinations share."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments = arguments
-        self.vram_limit = int(arguments.vram_limit * 2**30)
-        devices = self.pool(max(arguments.workers) if all(arguments.workers) else 0, 0)
-        config = make_config(arguments.preset)
-        self.vocabulary = config.vocab_size
-        self.skeleton = cut(build_model(config, DTYPE, "auto"))
-        if arguments.lora:
-            settings = LoraSettings(arguments.lora, 2 * arguments.lora, 0.0, "all-linear")
-            inject_lora(self.skeleton, settings, "random")
-        self.layouts = build_layers(self.skeleton, DTYPE)
-        kernels, exact = arguments.kernels, arguments.deterministic
-        torch.use_deterministic_algorithms(exact)
-        self.functions = [LayerFunctions(self.skeleton, d.torch_device, DTYPE, kernels, exact) for d in devices]
-        self.shape = model_shape(config, DTYPE.itemsize)
-        self.rates = ASSUMED_RATES
-        self.store = HostStore(self.layouts, devices[0].allocate_host, gradient_dtype=DTYPE)
-        fill_randomly(self.store, devices[0].torch_device)
-        if arguments.lora:
-            initialise_lora(self.skeleton, self.store, 0)
-        self.one_pass = prepare(spare_cores=2 + 2 * len(devices))
-        if kernels != "eager":
-            self.rates = measure_rates(devices[0], self.one_pass)
+    def __init__(self, arguments: argparse.Namespace, step: Step, quiet: bool = False) -> None:
+        """``step``: any of those that will be run. ``quiet``: whether profiles are not printed."""
+        self.arguments, self._quiet = arguments, quiet
+        most = max(arguments.workers) if all(arguments.workers) else 0
+        torch.use_deterministic_algorithms(arguments.deterministic)
+        recipe = make_recipe(arguments, step, "sync", most, 0)
+        self.bench = workbench(make_job(recipe, step), make_devices(recipe.engine))
+        self._profiles: dict[tuple[Step, int], Profile] = {}
+        self._store: HostStore | None = None
 
-    def profiles(self, step: Step) -> list[LayerProfile] | None:
-        """What each layer takes at the shape of ``step``; None with eager kernels."""
-        if self.arguments.kernels == "eager":
-            return None
-        functions, found = self.functions[0], {}
-        meter = LayerMeter(functions, self.layouts, step.size, step.sequence, self.vocabulary)
-        for layers in layers_by_kind(functions, len(self.layouts)):
-            found |= dict.fromkeys(layers, meter.measure(layers[0]))
-        if functions.device.type == "cuda":
-            torch.cuda.empty_cache()
-        profiles = [found[layer] for layer in range(len(self.layouts))]
-        _print_profiles(profiles)
-        return profiles
+    @property
+    def store(self) -> HostStore:
+        """There is one from the first run on."""
+        assert self._store is not None
+        return self._store
 
-    def pool(self, workers: int, link: int) -> list[Device]:
-        return make_pool(self.arguments.device, workers or None, self.vram_limit, link or None)
+    def store_for(self, prepared: Prepared) -> HostStore:
+        """The store, made and filled for the first run; delayed updates add what they need."""
+        if self._store is None:
+            self._store = random_store(prepared)
+        elif prepared.delayed:
+            add_copies(self._store, prepared.devices[0])
+        return self._store
+
+    def workbench(self, step: Step, update: str, workers: int, link: float) -> Workbench:
+        """One combination on its workers. What runs the layers is compiled once for all combinations."""
+        recipe = make_recipe(self.arguments, step, update, workers, link)
+        if recipe.engine.ram_limit is None:  # the store is there already
+            ram = available_host_bytes() + psutil.Process().memory_info().rss
+            engine = recipe.engine.model_copy(update={"ram_limit": ram})
+            recipe = recipe.model_copy(update={"engine": engine})
+        devices = make_devices(recipe.engine)
+        job = make_job(recipe, step, model_of(self.bench.job))
+        return replace(self.bench, job=job, devices=devices, functions=self.bench.functions[: len(devices)])
+
+    def profile(self, step: Step, workers: int) -> Profile:
+        """What layers, links and optimizer take at the shape of ``step``, measured once."""
+        key = step, workers
+        if key not in self._profiles:
+            bench = self.workbench(step, "sync", workers, 0)
+            self._profiles[key] = bench.measure(bench.conditions(), lambda line: None)
+            if not self._quiet:
+                _print_profile(self._profiles[key], bench.one_pass)
+        return self._profiles[key]
+
+    def prepare(self, step: Step, update: str, workers: int, link: float, measured: bool) -> Prepared:
+        """Plans one combination as ``rpft train`` does; ends the process where it does not fit."""
+        profile = with_link(self.profile(step, workers), link) if measured else None
+        prepared = plan_here(self.workbench(step, update, workers, link), profile)
+        if prepared.memory_short:
+            bill = prepared.bill
+            sys.exit(f"the smallest plan takes {gib(bill.device)} of VRAM, {gib(bill.host)} of RAM")
+        return prepared
 
 
-def measure_rates(device: Device, one_pass: OnePass) -> Rates:
-    """The link of ``device`` and the optimizer's rate, from a short measurement of each."""
-    rate = measured_rate(one_pass)
-    up, down = measure_link(device.torch_device, device.allocate_host)
-    print(
-        f"link {up / 1e9:.0f} GB/s up, {down / 1e9:.0f} down;"
-        f" optimizer {rate / 1e9:.2f} G parameters/s on {one_pass.num_threads} threads"
-    )
-    return Rates(up, down, rate)
+def with_link(profile: Profile, link: float) -> Profile:
+    """``profile`` with every link slowed down to ``link`` GB/s each way; 0: as it is."""
+
+    def slowed(links: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+        return tuple((min(up, link * 1e9), min(down, link * 1e9)) for up, down in links)
+
+    if not link:
+        return profile
+    return replace(profile, links=slowed(profile.links), links_together=slowed(profile.links_together))
 
 
 class Run:
     """One combination: its plan and its engine, ready to step."""
 
     def __init__(
-        self,
-        model: Model,
-        step: Step,
-        profiles: list[LayerProfile] | None,
-        update: str,
-        workers: int,
-        link: int,
-        steps_before: int = 0,
-        before_update: Callable[[int, int], None] = lambda step, layer: None,
+        self, model: Model, step: Step, update: str, workers: int, link: float = 0, steps_before: int = 0
     ) -> None:
-        """``steps_before``: those that the store has had. ``before_update``: see ``HostOptimizer``."""
+        """``steps_before``: those that the store has had."""
         self.model, self.step, self.update, self.link = model, step, update, link
-        arguments, limit = model.arguments, model.vram_limit
-        self.devices = model.pool(workers, link)
-        delayed = update == "delayed"
-        if delayed:
-            add_copies(model.store, self.devices[0])
-        max_tokens = step.size * step.sequence
-        work = Workload(model.shape, max_tokens, step.microbatches, delayed, arguments.kernels, DTYPE, profiles)
-        rates = model.rates
-        if link:
-            rates = replace(rates, up=min(rates.up, link * 1e9), down=min(rates.down, link * 1e9))
-        used = psutil.Process().memory_info().rss
-        ram = available_host_bytes() + used if arguments.ram_limit is None else int(arguments.ram_limit * 2**30)
-        self.plan = choose_plan(
-            model.layouts,
-            model.skeleton,
-            work,
-            len(self.devices),
-            step.microbatches,
-            arguments.recompute,
-            limit,
-            ram,
-            rates,
-        )
-        self.bill = make_bill(self.plan, model.layouts, work)
-        if self.bill.device > limit or self.bill.host > ram:
-            sys.exit(f"the smallest plan takes {gib(self.bill.device)} of VRAM, {gib(self.bill.host)} of RAM")
-        self.predicted_seconds = None
-        if profiles is not None:
-            costs = measured_costs(profiles, self.plan.keep_bytes_per_token)
-            shape = step_shape(model.layouts, work, costs, len(self.devices), 1)
-            self.predicted_seconds = step_seconds(self.plan, shape, rates)
-        self.failure, delays = Failure(), Delays(None)
-        self.optimizer = HostOptimizer(
-            model.store,
-            AdamW(),
-            Schedule("constant", 1e-5, 10**6),
-            1.0,
-            self.failure,
-            delays,
-            updates_applied=steps_before,
-            kernels=model.one_pass,
-            before_update=before_update,
-            last_step=steps_before,
-        )
-        self.engine = Engine(
-            model.skeleton,
-            model.store,
-            self.plan,
-            self.devices,
-            functions=model.functions[: len(self.devices)],
-            max_tokens=max_tokens,
-            seed=0,
-            update_lag=int(delayed),
-            send_update=self.optimizer.submit,
-            failure=self.failure,
-            delays=delays,
-            lagging=delayed and steps_before > 0,
-        )
+        measured = model.arguments.kernels != "eager"
+        self.prepared = model.prepare(step, update, workers, link, measured)
+        self.plan, self.bill, self.devices = self.prepared.plan, self.prepared.bill, self.prepared.devices
+        self.predicted_seconds = self.prepared.full_step_seconds() if measured else None
+        self.failure = Failure()
+        store = model.store_for(self.prepared)
+        self.machinery = idle_machinery(self.prepared, store, self.failure, steps_before)
+
+    def start(self) -> None:
+        """Builds the engine."""
+        self.machinery.start()
+
+    def batches(self, step: int) -> list[HostBatch]:
+        """The microbatches of ``step``: of one or the other of two, in turn."""
+        return Flight(step, self.prepared.data.step(1 + step % 2)).host_batches()
 
     def steps(self, first: int, count: int) -> list[float]:
         """Runs ``count`` steps, each queued while the one before computes, drained at both ends; their seconds."""
-        marks = [time.perf_counter()]
-        for step in range(first, first + count + 1):
-            if step < first + count:
-                shape = self.step.rows, self.step.sequence, self.step.microbatches
-                batches = random_step(*shape, self.model.vocabulary, step % 2)
-                self.engine.submit_step(step, batches)
-            else:
-                self.engine.flush()
-            if step > first:
-                result = self.optimizer.wait(step - 1)
-                marks.append(time.perf_counter())
-                loss = result.loss_sum / (self.step.rows * (self.step.sequence - 1))
-                print(f"{step - 1}: {loss:.4f} {marks[-1] - marks[-2]:.2f} s", end="; ", flush=True)
+
+        def told(result: UpdateResult, seconds: float) -> None:
+            loss = result.loss_sum / (self.step.rows * (self.step.sequence - 1))
+            print(f"{result.step}: {loss:.4f} {seconds:.2f} s", end="; ", flush=True)
+
+        seconds = timed_steps(self.machinery, range(first, first + count), self.batches, told)
         print()
-        return [after - before for before, after in pairwise(marks)]
+        return seconds
 
     def trace(self, first: int, count: int, path: Path) -> None:
         """Traces ``count`` steps into ``path`` and prints what of the transfers compute hid."""
-        tracer = Tracer([*self.engine.streams, self.optimizer.stream])
+        tracer = Tracer(self.machinery.streams())
         tracer.start()
         self.steps(first, count)
         trace = tracer.stop()
@@ -319,8 +205,7 @@ class Run:
         print(overlap_table(trace))
 
     def close(self) -> None:
-        self.engine.close()
-        self.optimizer.close()
+        self.machinery.close()
 
 
 def add_copies(store: HostStore, device: Device) -> None:
@@ -330,8 +215,13 @@ def add_copies(store: HostStore, device: Device) -> None:
             layer.second = device.allocate_host(layer.working.nbytes)
 
 
-def _print_profiles(profiles: list[LayerProfile]) -> None:
-    for name, p in (("embedding", profiles[0]), ("block", profiles[1]), ("head", profiles[-1])):
+def _print_profile(profile: Profile, one_pass: OnePass) -> None:
+    rates, layers = profile.rates(), profile.layers
+    print(
+        f"link {rates.up / 1e9:.0f} GB/s up, {rates.down / 1e9:.0f} down;"
+        f" optimizer {rates.update / 1e9:.2f} G parameters/s on {one_pass.num_threads} threads"
+    )
+    for name, p in (("embedding", layers[0]), ("block", layers[1]), ("head", layers[-1])):
         print(
             f"{name}: forward {p.forward_seconds * 1e3:.2f} ms, recompute and backward"
             f" {p.backward_seconds * 1e3:.2f} ms; {gib(p.forward_bytes)} and {gib(p.backward_bytes)},"
@@ -349,7 +239,7 @@ def measure(run: Run) -> list[dict[str, Any]]:
         flush=True,
     )
     run.steps(1, arguments.warm_up)
-    run.engine.settle()
+    Engine.settle()
     for device in run.devices:
         device.reset_peak()
     seconds = run.steps(1 + arguments.warm_up, run.step.timed)
@@ -394,13 +284,13 @@ def main() -> int:
     arguments = parse()
     started = time.perf_counter()
     steps = steps_of(arguments)
-    model = Model(arguments)
+    model = Model(arguments, steps[0])
     print(f"ready after {time.perf_counter() - started:.0f} s", flush=True)
     results, names = [], []
     updates = sorted(set(arguments.update), reverse=True)  # sync first: a delayed one changes the store
-    profiles = {step: model.profiles(step) for step in steps}
     for update, step, workers, link in product(updates, steps, arguments.workers, arguments.emulate_link):
-        run = Run(model, step, profiles[step], update, workers, link)
+        run = Run(model, step, update, workers, link)
+        run.start()
         results += measure(run)
         run.close()
         names = names or gpu_names(run.devices)
@@ -410,12 +300,6 @@ def main() -> int:
         gc.collect()
         torch.cuda.empty_cache()
     return 0
-
-
-def gpu_names(devices: list[Device]) -> list[str]:
-    """What each worker runs on."""
-    cuda = devices[0].torch_device.type == "cuda"
-    return [torch.cuda.get_device_name(d.torch_device) if cuda else "CPU worker" for d in devices]
 
 
 if __name__ == "__main__":

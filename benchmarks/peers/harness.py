@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the benchmarks, which are no package
 
+from random_job import PRESETS, make_config
 from record import machine, write_record
-from throughput import PRESETS, make_config
 
 DTYPE = torch.bfloat16
 CHUNK_TOKENS = 4096

@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from rpft import __version__
-from rpft.cli.bench import bench
+from rpft.cli.bench import BenchCommand, bench
 from rpft.cli.compare import compare
 from rpft.cli.data import data
 from rpft.cli.doctor import doctor
@@ -79,7 +79,7 @@ def _options(
 
 
 app.add_typer(recipes_app, name="recipes")
-app.command("bench")(bench)
+app.command("bench", cls=BenchCommand)(bench)
 app.command("compare")(compare)
 app.command("data")(data)
 app.command("doctor")(doctor)

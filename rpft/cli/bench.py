@@ -1,4 +1,4 @@
-"""`rpft bench`: schedules held against one another in the simulator."""
+"""`rpft bench`: how fast a recipe is on this machine, and schedules held against one another in the simulator."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from rpft.errors import UserError
+from rpft.cli.output import check_output, write_output
+from rpft.errors import EXIT_BAD_INPUT, UserError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from rpft.plan.cases import Played
     from rpft.plan.compare import Compared
+    from rpft.train.bench import Measured
+    from rpft.train.bench_workers import Failed
 
 _COLUMNS = {
     "gpipe": "GPipe",
@@ -38,16 +42,52 @@ _NAMES = {
 
 _DEFAULT_MODEL = "qwen3-32b"
 
+_STEPS = 4
+"""Of a window: as many as the prediction takes its mean from."""
+
+
+PRINTED = "-"
+"""The file of ``--json`` that stands for standard output."""
+
+
+class BenchCommand(TyperCommand):
+    """Lets ``--json`` stand alone, for JSON that is printed, or before the file that gets it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Gives a lone ``--json`` its value, so that it does not take an option or a change for a file."""
+        given: list[str] = []
+        for number, word in enumerate(args):
+            given.append(word)
+            following = args[number + 1] if number + 1 < len(args) else ""
+            if word == "--json" and (not following or following.startswith("--") or "=" in following):
+                given.append(PRINTED)
+        return super().parse_args(ctx, given)
+
 
 def bench(
+    recipe: Annotated[
+        Path | None, typer.Argument(help="A recipe: a YAML file, whose run is timed on this machine.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe, as in train.micro_batch_size=4."),
+    ] = None,
+    workers: Annotated[
+        str | None,
+        typer.Option("--workers", metavar="N[,N]...", help="Numbers of workers [1, 2, 4 ... all]."),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=2, help=f"Steps of a window beside its first [{_STEPS}].")
+    ] = None,
     simulate: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--simulate",
             metavar="FILE|MACHINE",
-            help="A costs file: JSON, its form is in docs/planning.md; or a machine, as in 8x4090 or mine.yaml.",
+            help="In the place of a recipe. A costs file: JSON, its form is in docs/planning.md; or a machine, as"
+            " in 8x4090 or mine.yaml.",
         ),
-    ],
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -60,11 +100,23 @@ def bench(
     sequence: Annotated[int | None, typer.Option("--sequence", min=1, help="Tokens of a line [2048].")] = None,
     rows: Annotated[int | None, typer.Option("--rows", min=1, help="Lines of a microbatch [4].")] = None,
     microbatches: Annotated[int | None, typer.Option("--microbatches", min=1, help="Of a step [16].")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    json_file: Annotated[
+        str | None,
+        typer.Option(
+            "--json", metavar="[FILE]", help="JSON, for programs: into this file beside the table, or printed."
+        ),
+    ] = None,
 ) -> None:
-    """Play schedules: how long a step takes, and how much of it the workers are idle.
+    """Time the run of RECIPE on 1 to all workers, against its prediction; or, with --simulate, play schedules.
+
+    A run is timed over windows of its first steps, from rest to rest. No file is written but that of --json, and
+    the profile of the layers in the cache. Exit code: 0, or 2 where no number of workers could be measured.
 
     Examples:
+
+        rpft bench recipe.yaml --workers 1,2 --json bench.json
+
+        rpft bench recipe.yaml engine.vram_limit=24GiB
 
         rpft bench --simulate costs.json
 
@@ -73,13 +125,106 @@ def bench(
         rpft bench --simulate 4x3090 --model llama-3.1-8b --microbatches 32
     """
     sizes = {"--sequence": sequence, "--rows": rows, "--microbatches": microbatches}
-    if Path(simulate).suffix == ".json" or (Path(simulate).is_file() and not _is_machine(simulate)):
-        given = [name for name, value in {"--model": model, **sizes}.items() if value is not None]
-        if given:
-            raise UserError(
-                f"{' and '.join(given)} cannot be had with the costs file {simulate}, which says what layers take;"
-                " --simulate MACHINE prices a model, as in --simulate 8x4090"
+    of_schedules = {"--model": model, **sizes}
+    of_runs = {"RECIPE": recipe, "--workers": workers, "--steps": steps}
+    if simulate is not None:
+        _refuse(of_runs, "cannot be had with --simulate, which runs nothing")
+        _simulate(simulate, model, sizes, json_file)
+    elif recipe is None:
+        raise UserError(
+            "give a recipe, whose run is timed here, or --simulate with a costs file or a machine, as in"
+            " `rpft bench --simulate 8x4090`"
+        )
+    else:
+        _refuse(of_schedules, "can be had with --simulate only: a recipe says it itself")
+        _run(recipe, overrides or [], workers, steps or _STEPS, json_file)
+
+
+def _refuse(options: dict[str, Any], why: str) -> None:
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        raise UserError(f"{' and '.join(given)} {why}")
+
+
+def _run(path: Path, overrides: list[str], workers: str | None, steps: int, json_file: str | None) -> None:
+    from rpft.recipe.load import load_recipe
+
+    file = None if json_file in (None, PRINTED) else Path(json_file)
+    check_output("--json", file)
+    counts = None if workers is None else _counts(workers)
+    recipe = load_recipe(path, overrides)
+    from rpft.cli.train import set_up_process
+    from rpft.train import bench_workers
+
+    def say(line: str) -> None:
+        typer.echo(line, err=True)
+
+    load = bench_workers.load_average()
+    busy = bench_workers.not_quiet(load)
+    if busy is not None:
+        say(f"warning: {busy}")
+    counts = bench_workers.default_workers(recipe) if counts is None else counts
+    results = bench_workers.bench(recipe, counts, steps, set_up_process, say)
+    if json_file is not None:
+        about = {"recipe": str(path), "overrides": overrides, "steps": steps, "load_average": load}
+        text = bench_workers.as_json(about, results)
+        if file is None:
+            typer.echo(text)
+        else:
+            write_output("--json", file, text + "\n")
+    if json_file != PRINTED:
+        _show(recipe.model.path, results, steps)
+    if all(isinstance(result, bench_workers.Failed) for result in results):
+        raise typer.Exit(EXIT_BAD_INPUT)
+
+
+def _counts(text: str) -> list[int]:
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
+        raise UserError(
+            f"--workers {text}: numbers of workers from 1, with commas between them, as in --workers 1,2"
+        )
+    return list(dict.fromkeys(map(int, words)))
+
+
+def _show(model: str, results: list[Measured | Failed], steps: int) -> None:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    from rpft.train.bench import WINDOWS, Measured
+    from rpft.train.bench_workers import Failed, table
+
+    console = Console(highlight=False)
+    heading, *rows = table(results)
+    if len(heading) > 1:
+        console.print(f"{model}: median (least to most) of {WINDOWS} windows of 1 + {steps} steps", soft_wrap=True)
+        shown = Table(*heading, box=SIMPLE, padding=(0, 1, 0, 0))
+        for row in rows:
+            shown.add_row(*row)
+        console.print(shown)
+    for result in results:
+        if isinstance(result, Failed):
+            console.print(f"{result.workers} worker(s): {result.reason}", soft_wrap=True, markup=False)
+        elif isinstance(result, Measured) and result.skipped_steps:
+            console.print(
+                f"{result.workers} worker(s): {result.skipped_steps} steps had gradients that are not finite and"
+                " no update, so they are too fast"
             )
+    if any(isinstance(result, Measured) and not result.on_cuda for result in results):
+        console.print("workers on the CPU: of VRAM only buffers of fixed size are counted, the bill has all")
+
+
+def _simulate(simulate: str, model: str | None, sizes: dict[str, int | None], json_file: str | None) -> None:
+    if json_file not in (None, PRINTED):
+        raise UserError("--json takes a file with a recipe only; with --simulate it stands alone and prints")
+    as_json = json_file is not None
+    if Path(simulate).suffix == ".json" or (Path(simulate).is_file() and not _is_machine(simulate)):
+        _refuse(
+            {"--model": model, **sizes},
+            f"cannot be had with the costs file {simulate}, which says what layers take;"
+            " --simulate MACHINE prices a model, as in --simulate 8x4090",
+        )
         _play_costs(Path(simulate), as_json)
     else:
         _play_machine(simulate, model or _DEFAULT_MODEL, sizes, as_json)

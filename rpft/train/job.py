@@ -126,7 +126,7 @@ class Job:
         """
         base = Job(**self.parts())
         if (recipe.model, recipe.adapter) != (self.recipe.model, self.recipe.adapter):
-            base = replace(base, **_model_parts(recipe, self.config, self.checkpoint))
+            base = replace(base, **model_parts(recipe, self.config, self.checkpoint))
         data = replace(self.data, micro_batch_size=recipe.train.microbatch_rows)
         if longest is not None:
             data = replace(data, pad_lengths=[longest])
@@ -199,7 +199,7 @@ def read_job(recipe: Recipe, kernels: KernelChoice, weights: bool = True) -> Job
             f"the longest row has {data.longest} tokens with padding, the model has {positions} positions;"
             f" set data.max_seq_len to at most {positions - positions % PAD_TO_MULTIPLE}{more}"
         )
-    parts = _model_parts(recipe, config, checkpoint)
+    parts = model_parts(recipe, config, checkpoint)
     given = _given_plan(recipe, parts["skeleton"], len(parts["layouts"]))
     num_microbatches, gradient_dtype = _rounds(recipe, given, parts["dtype"])
     return Job(
@@ -250,7 +250,7 @@ def made_for(skeleton: Skeleton) -> dict[str, Any]:
     }
 
 
-def _model_parts(recipe: Recipe, config: Any, checkpoint: Checkpoint) -> dict[str, Any]:
+def model_parts(recipe: Recipe, config: Any, checkpoint: Checkpoint) -> dict[str, Any]:
     """Those fields of a Job that model and adapter decide."""
     dtype = getattr(torch, recipe.model.dtype)
     skeleton = cut(build_model(copy.deepcopy(config), dtype, recipe.model.attention))  # building changes it

@@ -19,12 +19,8 @@ import torch
 
 from rpft.engine.failure import Failure, out_of_device_memory
 from rpft.engine.slot import HostBatch
-from rpft.model.adapters import initialise_lora
-from rpft.model.checkpoint import load_checkpoint
-from rpft.model.frozen_file import FrozenFile, frozen_files
-from rpft.model.host_store import HostStore
+from rpft.model.frozen_file import frozen_files
 from rpft.model.save import save_result
-from rpft.model.verify import verify_head
 from rpft.optim.host_optimizer import UpdateResult
 from rpft.plan.bill import gib
 from rpft.train.checkpoint import TrainState, read_state, restore
@@ -44,6 +40,7 @@ from rpft.train.saver import Saver
 from rpft.train.spikes import Spike, SpikeGuard
 from rpft.train.tracing import StepTracing
 from rpft.train.watched import Watched
+from rpft.train.weights import load_weights
 
 MOST_SKIPPED_IN_A_ROW = 3
 
@@ -83,19 +80,7 @@ class Trainer:
 
     def run(self, resume_from: Path | None) -> Path:
         """Trains to the last step and gives the folder of the result. ``resume_from``: a checkpoint folder."""
-        self._store = HostStore(
-            self._prepared.layouts,
-            self._prepared.devices[0].allocate_host,
-            two_copies=self._delayed,
-            whole_masters=self._prepared.target.whole_masters,
-            gradient_dtype=self._prepared.gradient_dtype,
-            frozen_file=self._frozen_file(),
-        )
-        load_checkpoint(self._prepared.checkpoint, self._prepared.skeleton, self._store, self._reporter.loading)
-        seed = self._recipe.train.seed
-        if self._prepared.peft_model is not None:
-            initialise_lora(self._prepared.skeleton, self._store, seed)
-        verify_head(self._prepared.skeleton, self._store, self._prepared.dtype)
+        self._store = load_weights(self._prepared, self.output_dir, self._reporter.loading)
         if resume_from is not None:
             restore(resume_from, self._store, lagging=self._delayed)
             self._saves.last_checkpoint = resume_from
@@ -130,12 +115,6 @@ class Trainer:
             for path in frozen_files(self.output_dir):  # until now a resumed run could have used it again
                 path.unlink()
             return folder
-
-    def _frozen_file(self) -> FrozenFile | None:
-        prepared = self._prepared
-        if not prepared.on_disk:
-            return None
-        return FrozenFile(self.output_dir, prepared.layouts, prepared.checkpoint.files())
 
     def _begin_at(self, step: int) -> None:
         """What is known of steps after ``step`` is forgotten."""

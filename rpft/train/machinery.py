@@ -39,7 +39,7 @@ class Machinery:
         self, prepared: Prepared, store: HostStore, saver: Saver, failure: Failure, state: TrainState
     ) -> None:
         """``state``: where the run stands. To be followed by ``start``, or by ``start_smaller`` if that fails."""
-        self.prepared, self._store, self._saver, self._failure = prepared, store, saver, failure
+        self.prepared, self._store, self.saver, self._failure = prepared, store, saver, failure
         self._delays = Delays(prepared.recipe.engine.inject_delays)
         self._engine: Engine | None = None
         self._begin_at(state)
@@ -81,7 +81,7 @@ class Machinery:
             skipped_steps=state.skipped_steps,
             skipped_in_a_row=state.skipped_in_a_row,
             kernels=self.prepared.one_pass,
-            before_update=self._saver.before_update,
+            before_update=self.saver.before_update,
             last_step=state.step,
         )
 
@@ -107,7 +107,7 @@ class Machinery:
             [*self._engine.streams, self.optimizer.stream],
             prepared.recipe.engine.stall_seconds,
             self._failure,
-            lambda: self._saver.progress_bytes,
+            lambda: self.saver.progress_bytes,
         )
 
     def rest(self) -> None:
@@ -155,7 +155,7 @@ class Machinery:
         """Drops what is under way and has ``read`` fill the store; ``start`` goes on behind what that gives."""
         self._failure.set(reason)
         ended = self._end()
-        self._saver.wait()
+        self.saver.wait()
         if not ended:
             raise reason
         self._let_go(None)
@@ -194,7 +194,7 @@ class Machinery:
         self.optimizer.close()
         self.optimizer.join(_CLOSE_SECONDS)
         if at_once:
-            self._saver.give_up()
-        self._saver.wait()
+            self.saver.give_up()
+        self.saver.wait()
         if self._engine is not None:
             self.watchdog.close()

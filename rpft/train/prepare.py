@@ -40,20 +40,31 @@ class Prepared(Planned):
     """What updates the layers."""
 
 
-def prepare(recipe: Recipe, say: Say = lambda line: None) -> Prepared:
-    """Reads config, tokenizer and data, builds skeleton and plan, checks memory; UserError where it fails."""
+def prepare(recipe: Recipe, say: Say = lambda line: None, measured: bool = False) -> Prepared:
+    """Reads config, tokenizer and data, builds skeleton and plan, checks memory; UserError where it fails.
+
+    ``measured``: whether layers are measured in any case, so that there is a prediction.
+    """
     bench = set_up(recipe, weights=True)
     # Compiled layers are worth a plan of their own, and so is a choice of rows; else shapes give one at once.
-    needed = bench.job.open_rows or (bench.job.kernels.graphs and bench.on_cuda)
-    prepared = plan_rows_here(bench, lambda bench: bench.find_profile(say, needed=needed))
+    needed = measured or bench.job.open_rows or (bench.job.kernels.graphs and bench.on_cuda)
+    # Without graphs no layer is compiled, and other lengths are soon measured.
+    lengths = measured and not bench.job.kernels.graphs
+    prepared = plan_rows_here(bench, lambda bench: bench.find_profile(say, needed, lengths))
     refuse_unless_fits(prepared)
     return prepared
 
 
 def set_up(recipe: Recipe, weights: bool = False) -> Workbench:
     """The recipe's job on the workers of this machine. ``weights``: whether the checkpoint's will be read."""
-    devices = _pool(recipe.engine)
+    devices = make_devices(recipe.engine)
     job = read_job(recipe, choose_kernels(recipe.engine.kernels, devices[0].torch_device.type), weights)
+    return workbench(job, devices)
+
+
+def workbench(job: Job, devices: list[Device]) -> Workbench:
+    """``job`` with what runs its layers on ``devices`` and what updates them."""
+    recipe = job.recipe
     functions = [
         LayerFunctions(job.skeleton, device.torch_device, job.dtype, job.kernels.kind, recipe.engine.deterministic)
         for device in devices
@@ -102,7 +113,8 @@ def plan_rows_here(bench: Workbench, find_profile: Callable[[Workbench], Profile
     return plan_rows(bench.job, plan)
 
 
-def _pool(settings: Engine) -> list[Device]:
+def make_devices(settings: Engine) -> list[Device]:
+    """The workers that a recipe asks for; UserError where this machine lacks them."""
     devices = make_pool(settings.device, settings.workers, settings.vram_limit, settings.emulate_link_gbps)
     if settings.emulate_link_gbps is not None and devices[0].torch_device.type == "cpu":
         auto = ", and no GPU is found," if settings.device == "auto" else ""

@@ -124,7 +124,7 @@ def test_a_missing_shard_is_refused_before_anything_is_allocated(fresh, monkeypa
     (base / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": dict(zip("ab", names, strict=True))})
     )
-    monkeypatch.setattr("rpft.train.loop.HostStore", None)
+    monkeypatch.setattr("rpft.train.weights.HostStore", None)
     check_refused(made, ["model.safetensors.index.json", names[1]])
 
 

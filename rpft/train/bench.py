@@ -1,0 +1,229 @@
+"""How fast a prepared run is, held against what was predicted: windows of steps, timed, and one that is traced."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import psutil
+
+from rpft.engine.engine import Engine
+from rpft.engine.failure import Failure
+from rpft.engine.idle import CAUSES, idle_by_cause
+from rpft.engine.slot import HostBatch
+from rpft.engine.trace import Trace
+from rpft.engine.tracer import Tracer
+from rpft.model.host_store import HostStore
+from rpft.optim.host_optimizer import UpdateResult
+from rpft.train.checkpoint import TrainState
+from rpft.train.flight import Flight
+from rpft.train.machinery import Machinery
+from rpft.train.prepare import Prepared
+from rpft.train.resume import checkpoint_folder
+from rpft.train.saver import Saver
+
+WINDOWS = 5
+
+_RATE = 1e-9
+"""Of learning: the weights stay what they are, whatever is repeated."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run's speed and memory on so many workers, measured and predicted."""
+
+    workers: int
+    windows: list[float]
+    """Tokens a second of each window, from rest to rest."""
+    steady: list[float]
+    """The same without the first step of a window, which fills the pipeline: what a long run does."""
+    step_seconds: float
+    """Of those, median of the windows' means."""
+    predicted_tokens_per_second: float
+    """In the long run."""
+    bubble: float
+    """Share of the workers' time in which they did not compute, of a traced window's steps."""
+    predicted_bubble: float
+    idle: dict[str, float]
+    """That share by what was waited for; see ``rpft.engine.idle.CAUSES``."""
+    hidden: float | None
+    """Share of the time of transfers in which the worker computed; None where nothing was transferred."""
+    limited_by: str
+    """By the prediction."""
+    vram_peak_bytes: int
+    """Of the worker that held most. Of the CPU pool only buffers of fixed size count."""
+    vram_bill_bytes: int
+    ram_bytes: int
+    """Resident in this process."""
+    ram_bill_bytes: int
+    skipped_steps: int
+    """Steps without an update, since a gradient was not finite: they are too fast."""
+    on_cuda: bool
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Median of the windows, drained at both ends."""
+        return statistics.median(self.windows)
+
+    @property
+    def steady_tokens_per_second(self) -> float:
+        """Median of the windows without what fills the pipeline."""
+        return statistics.median(self.steady)
+
+    @property
+    def error(self) -> float:
+        """By how much more the prediction promised, as a share of what a long run does."""
+        return self.predicted_tokens_per_second / self.steady_tokens_per_second - 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            **asdict(self),
+            "tokens_per_second": self.tokens_per_second,
+            "steady_tokens_per_second": self.steady_tokens_per_second,
+            "prediction_error": self.error,
+        }
+
+
+def idle_machinery(prepared: Prepared, store: HostStore, failure: Failure, last_step: int = 0) -> Machinery:
+    """What carries out the steps after ``last_step``, without a run around it; to be followed by ``start``.
+
+    Its saver writes nothing as long as nobody arms it.
+    """
+    saver = Saver(
+        checkpoint_folder(prepared.recipe),
+        store,
+        failure,
+        lagging=prepared.delayed,
+        may_make_room=False,
+        before_commit=lambda: None,
+    )
+    return Machinery(prepared, store, saver, failure, TrainState(last_step, last_step, 0, 0, None, None, {}, {}))
+
+
+def timed_steps(
+    machinery: Machinery,
+    steps: range,
+    batches: Callable[[int], Sequence[HostBatch]],
+    told: Callable[[UpdateResult, float], None] = lambda result, seconds: None,
+) -> list[float]:
+    """Runs ``steps``, each queued while the one before computes, from rest to rest; the seconds of each.
+
+    A step lasts from the end of the one before to that of its own update. ``told`` of each as it ends.
+    """
+    engine, seconds, mark = machinery.engine, [], time.perf_counter()
+    for step in range(steps.start, steps.stop + 1):
+        if step < steps.stop:
+            engine.submit_step(step, batches(step))
+        else:
+            engine.flush()
+        if step > steps.start:
+            with machinery.watchdog.expecting(f"step {step - 1}"):
+                result = machinery.optimizer.wait(step - 1)
+            now = time.perf_counter()
+            seconds.append(now - mark)
+            mark = now
+            told(result, seconds[-1])
+    return seconds
+
+
+def measure(prepared: Prepared, store: HostStore, num_steps: int, windows: int = WINDOWS) -> Measured:
+    """Runs the first ``num_steps`` of the data again and again: once to warm up, ``windows`` times, once traced.
+
+    Each time one step comes before them, which fills the pipeline. The working weights are as good as unchanged
+    afterwards; the moments are not. ``prepared`` must have been measured, so that there is a prediction.
+    """
+    prediction = prepared.prediction()
+    assert prediction is not None
+    bench = _Bench(_barely_learning(prepared), store, num_steps)
+    try:
+        bench.machinery.start()
+        bench.window()
+        Engine.settle()
+        for device in prepared.devices:
+            device.reset_peak()
+        times = [bench.window() for _ in range(windows)]
+        vram = max(device.peak_bytes() for device in prepared.devices)
+        ram = psutil.Process().memory_info().rss
+        trace = bench.traced()
+    except BaseException as error:
+        bench.failure.set(error)  # what is queued is not worth waiting for
+        bench.machinery.close(at_once=True)
+        raise
+    bench.machinery.close()
+    accounts, overlaps = idle_by_cause(trace), trace.overlap()
+    seconds = sum(account.window_seconds for account in accounts)
+    transfers = sum(overlap.transfer_seconds for overlap in overlaps)
+    tokens = bench.tokens
+    return Measured(
+        workers=len(prepared.devices),
+        windows=[(tokens[-1] + sum(tokens)) / sum(window) for window in times],
+        steady=[sum(tokens) / sum(window[1:]) for window in times],
+        step_seconds=statistics.median(statistics.mean(window[1:]) for window in times),
+        predicted_tokens_per_second=prediction.tokens_per_second,
+        bubble=1 - sum(account.busy_seconds for account in accounts) / seconds,
+        predicted_bubble=prediction.bubble,
+        idle={cause: sum(account.seconds[cause] for account in accounts) / seconds for cause in CAUSES},
+        hidden=sum(overlap.hidden_seconds for overlap in overlaps) / transfers if transfers else None,
+        limited_by=prediction.limited_by,
+        vram_peak_bytes=vram,
+        vram_bill_bytes=prepared.bill.device,
+        ram_bytes=ram,
+        ram_bill_bytes=prepared.bill.host,
+        skipped_steps=bench.skipped,
+        on_cuda=prepared.devices[0].torch_device.type == "cuda",
+    )
+
+
+def _barely_learning(prepared: Prepared) -> Prepared:
+    """``prepared`` with a rate of learning that no number of repetitions makes unstable."""
+    recipe, schedule = prepared.recipe, {"learning_rate": _RATE, "lr_scheduler": "constant", "warmup_ratio": 0.0}
+    changed = recipe.model_copy(update={"train": recipe.train.model_copy(update=schedule)})
+    return replace(prepared, recipe=changed)
+
+
+class _Bench:
+    """Windows of one run."""
+
+    def __init__(self, prepared: Prepared, store: HostStore, num_steps: int) -> None:
+        self.failure = Failure()
+        self.machinery = idle_machinery(prepared, store, self.failure)
+        # The last step of the data may be a short one.
+        there_are = max(1, prepared.data.order.num_steps - 1)
+        flights = [Flight(n, prepared.data.step(n)) for n in (1 + k % there_are for k in range(num_steps))]
+        self.tokens = [flight.tokens for flight in flights]
+        """Of the steps of a window but the first, which is like the last."""
+        self._batches = [flight.host_batches() for flight in flights]
+        self.skipped = 0
+        self._next = 1
+
+    def window(self, more: int = 0) -> list[float]:
+        """The seconds of a step that fills the pipeline, of one round through the data, and of ``more``."""
+        first, count = self._next, len(self._batches)
+        steps = range(first, first + 1 + count + more)
+        self._next = steps.stop
+
+        def batches(step: int) -> Sequence[HostBatch]:
+            return self._batches[(step - first - 1) % count]
+
+        return timed_steps(self.machinery, steps, batches, self._see)
+
+    def traced(self) -> Trace:
+        """One round through the data, in the middle of a window."""
+        tracer = Tracer(self.machinery.streams())
+        tracer.start()
+        try:
+            first = self._next
+            self.window(more=1)
+            trace = tracer.stop()
+        except BaseException:
+            tracer.drop()
+            raise
+        begin, end = trace.step(first + 1).start_seconds, trace.step(first + len(self._batches)).end_seconds
+        return trace.between(begin, end)
+
+    def _see(self, result: UpdateResult, seconds: float) -> None:
+        self.skipped += result.skipped
