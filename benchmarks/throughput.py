@@ -122,8 +122,7 @@ class Model:
         recipe = make_recipe(self.arguments, step, update, workers, link)
         if recipe.engine.ram_limit is None:  # the store is there already
             ram = available_host_bytes() + psutil.Process().memory_info().rss
-            engine = recipe.engine.model_copy(update={"ram_limit": ram})
-            recipe = recipe.model_copy(update={"engine": engine})
+            recipe = recipe.with_values("engine", ram_limit=ram)
         devices = make_devices(recipe.engine)
         job = make_job(recipe, step, model_of(self.bench.job))
         return replace(self.bench, job=job, devices=devices, functions=self.bench.functions[: len(devices)])

@@ -579,3 +579,7 @@ class Recipe(Section):
         if conflicts:
             raise PydanticCustomError("conflicts", "{text}", {"text": "; ".join(c.message for c in conflicts)})
         return self
+
+    def with_values(self, section: str, **values: Any) -> Recipe:
+        """This recipe with other values in one of its sections; they are not checked."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})

@@ -180,9 +180,8 @@ def measure(prepared: Prepared, store: HostStore, num_steps: int, windows: int =
 
 def _barely_learning(prepared: Prepared) -> Prepared:
     """``prepared`` with a rate of learning that no number of repetitions makes unstable."""
-    recipe, schedule = prepared.recipe, {"learning_rate": _RATE, "lr_scheduler": "constant", "warmup_ratio": 0.0}
-    changed = recipe.model_copy(update={"train": recipe.train.model_copy(update=schedule)})
-    return replace(prepared, recipe=changed)
+    schedule = {"learning_rate": _RATE, "lr_scheduler": "constant", "warmup_ratio": 0.0}
+    return replace(prepared, recipe=prepared.recipe.with_values("train", **schedule))
 
 
 class _Bench:

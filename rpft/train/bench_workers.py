@@ -65,9 +65,8 @@ def bench(
 
 def bench_here(recipe: Recipe, workers: int, num_steps: int) -> Measured | Failed:
     """The result for ``workers``, measured in this process."""
-    engine = recipe.engine.model_copy(update={"workers": workers})
     try:
-        prepared = prepare(recipe.model_copy(update={"engine": engine}), _say, measured=True)
+        prepared = prepare(recipe.with_values("engine", workers=workers), _say, measured=True)
         with _place_for_frozen(prepared) as folder:
             return measure(prepared, load_weights(prepared, Path(folder), lambda done, total: None), num_steps)
     except UserError as error:

@@ -150,8 +150,7 @@ class Job:
 
     def with_frozen_on_disk(self) -> Job:
         """This job with frozen weights in a file."""
-        engine = self.recipe.engine.model_copy(update={"host_store": "mmap"})
-        return replace(Job(**self.parts()), recipe=self.recipe.model_copy(update={"engine": engine}))
+        return replace(Job(**self.parts()), recipe=self.recipe.with_values("engine", host_store="mmap"))
 
     def with_rounds(self, num_microbatches: int) -> Job:
         """This job with so many microbatches a round; UserError where host gradients cannot be as it says."""
@@ -171,8 +170,7 @@ def divide_rows(recipe: Recipe, rows: int) -> Recipe:
     train = recipe.train
     in_step = train.microbatch_rows * train.gradient_accumulation_steps
     assert in_step % rows == 0
-    divided = {"micro_batch_size": rows, "gradient_accumulation_steps": in_step // rows}
-    return recipe.model_copy(update={"train": train.model_copy(update=divided)})
+    return recipe.with_values("train", micro_batch_size=rows, gradient_accumulation_steps=in_step // rows)
 
 
 def read_job(recipe: Recipe, kernels: KernelChoice, weights: bool = True) -> Job:

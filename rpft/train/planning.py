@@ -347,20 +347,16 @@ def what_is_smaller(before: Planned, now: Planned) -> str:
 
 def _with_half_the_rows(planned: _P) -> _P:
     """``planned`` with microbatches of half the rows and as many more of them, in as many rounds; no new bill."""
-    train, rows = planned.recipe.train, planned.rows // 2
+    recipe, rows = planned.recipe, planned.rows // 2
 
     def count(microbatches: int) -> int:
         return -(-microbatches * planned.rows // rows)
 
-    changed = {
-        "micro_batch_size": rows,
-        "gradient_accumulation_steps": count(train.gradient_accumulation_steps),
-    }
-    recipe = planned.recipe.model_copy(update={"train": train.model_copy(update=changed)})
+    accumulation = count(recipe.train.gradient_accumulation_steps)
     profiles, share = planned.profiles, rows / planned.rows
     return replace(
         planned,
-        recipe=recipe,
+        recipe=recipe.with_values("train", micro_batch_size=rows, gradient_accumulation_steps=accumulation),
         data=replace(planned.data, micro_batch_size=rows),
         num_microbatches=count(planned.num_microbatches),
         profile=None,

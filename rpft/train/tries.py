@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from rpft.errors import UserError
 from rpft.model.layout import align
@@ -140,47 +139,43 @@ def _tried(planned: Planned, changes: Iterator[_Change]) -> Iterator[Tried]:
         yield Tried(change.setting, plan_job(job, planned.target, profiles))
 
 
-def _with(recipe: Recipe, section: str, **values: Any) -> Recipe:
-    return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=values)})
-
-
 def _smaller_changes(planned: Planned) -> Iterator[_Change]:
     recipe, longest = planned.recipe, planned.data.longest
     if recipe.adapter is None:
         yield _Change("adapter.r=16", recipe.model_copy(update={"adapter": Adapter(r=16)}))
     elif recipe.model.quantize == "none":
-        yield _Change("model.quantize=nf4", _with(recipe, "model", quantize="nf4"))
+        yield _Change("model.quantize=nf4", recipe.with_values("model", quantize="nf4"))
     if recipe.adapter is not None and not planned.on_disk:
-        yield _Change("engine.host_store=mmap", _with(recipe, "engine", host_store="mmap"))
+        yield _Change("engine.host_store=mmap", recipe.with_values("engine", host_store="mmap"))
     if recipe.model.dtype == "float32":
-        yield _Change("model.dtype=bfloat16", _with(recipe, "model", dtype="bfloat16"))
+        yield _Change("model.dtype=bfloat16", recipe.with_values("model", dtype="bfloat16"))
     if planned.delayed:
-        yield _Change("optimizer.update=sync", _with(recipe, "optimizer", update="sync"))
+        yield _Change("optimizer.update=sync", recipe.with_values("optimizer", update="sync"))
     if planned.rows > 1:
         rows = planned.rows // 2
-        yield _Change(f"train.micro_batch_size={rows}", _with(recipe, "train", micro_batch_size=rows))
+        yield _Change(f"train.micro_batch_size={rows}", recipe.with_values("train", micro_batch_size=rows))
     half = align(longest // 2, PAD_TO_MULTIPLE)
     if half < longest:
-        yield _Change(f"data.max_seq_len={half}", _with(recipe, "data", max_seq_len=half), half)
+        yield _Change(f"data.max_seq_len={half}", recipe.with_values("data", max_seq_len=half), half)
     if planned.num_microbatches > 1:
         fewer = choose_num_microbatches(recipe.train.gradient_accumulation_steps, planned.num_microbatches // 2)
-        yield _Change(f"engine.num_microbatches={fewer}", _with(recipe, "engine", num_microbatches=fewer))
+        yield _Change(f"engine.num_microbatches={fewer}", recipe.with_values("engine", num_microbatches=fewer))
     for grain in {"layer", "stage"} - {planned.plan.recompute}:
-        yield _Change(f"engine.recompute={grain}", _with(recipe, "engine", recompute=grain))
+        yield _Change(f"engine.recompute={grain}", recipe.with_values("engine", recompute=grain))
     if recipe.checkpoint.keep_last > 1:
-        yield _Change("checkpoint.keep_last=1", _with(recipe, "checkpoint", keep_last=1))
+        yield _Change("checkpoint.keep_last=1", recipe.with_values("checkpoint", keep_last=1))
     if not recipe.checkpoint.make_room:
-        yield _Change("checkpoint.make_room=true", _with(recipe, "checkpoint", make_room=True))
+        yield _Change("checkpoint.make_room=true", recipe.with_values("checkpoint", make_room=True))
 
 
 def _faster_changes(planned: Planned) -> Iterator[_Change]:
     recipe, accumulation = planned.recipe, planned.recipe.train.gradient_accumulation_steps
     if not planned.delayed:
-        yield _Change("optimizer.update=delayed", _with(recipe, "optimizer", update="delayed"))
+        yield _Change("optimizer.update=delayed", recipe.with_values("optimizer", update="delayed"))
     if planned.num_microbatches < accumulation:
-        more = _with(recipe, "engine", num_microbatches=accumulation)
+        more = recipe.with_values("engine", num_microbatches=accumulation)
         yield _Change(f"engine.num_microbatches={accumulation}", more)
-    twice = _with(recipe, "train", gradient_accumulation_steps=2 * accumulation)
+    twice = recipe.with_values("train", gradient_accumulation_steps=2 * accumulation)
     yield _Change(f"train.gradient_accumulation_steps={2 * accumulation}", twice)
     if recipe.engine.recompute != "auto":
-        yield _Change("engine.recompute=auto", _with(recipe, "engine", recompute="auto"))
+        yield _Change("engine.recompute=auto", recipe.with_values("engine", recompute="auto"))
