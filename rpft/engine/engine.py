@@ -62,6 +62,7 @@ class Engine:
         self._workers: list[Worker] = []
         try:
             for device, own in zip(devices, functions, strict=True):
+                own.expect(max_tokens)
                 parts = own, layouts, first_trained, sizes, plan.keep_bytes_per_token, resident
                 self._workers.append(Worker(device, *parts, failure, delays, store.on_disk))
         except BaseException:

@@ -9,6 +9,7 @@ Shapes: hidden state [rows, sequence, hidden]; ids, labels and positions [rows, 
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from rpft.model.dropout import mix, placed_dropout
 from rpft.model.graphs import KernelKind, Kernels
 from rpft.model.head import HeadLoss
 from rpft.model.packed_attention import masks_from
+from rpft.model.probe import Probe
 from rpft.model.skeleton import (
     EmbeddingStub,
     ShellState,
@@ -31,7 +33,7 @@ from rpft.model.skeleton import (
     replace_module,
     stub_blocks,
 )
-from rpft.model.token_chunks import run_mlps_in_parts
+from rpft.model.token_chunks import run_mlps_in_parts, tokens_left_whole
 
 _CONTEXTS_KEPT = 4
 """Contexts remembered a worker: unpacked microbatches of one shape share theirs."""
@@ -83,8 +85,7 @@ class LayerFunctions:
         self._kinds = kinds_of_blocks(skeleton)
         first_of_kind = [self._kinds.index(kind) for kind in range(max(self._kinds) + 1)]
         self._templates = [self._place(copy.deepcopy(skeleton.blocks[i])) for i in first_of_kind]
-        for template in self._templates:
-            run_mlps_in_parts(template, self._hidden_size, device, dtype)
+        self._tokens_left_whole = min(tokens_left_whole(each, dtype.itemsize) for each in self._templates)
         shared = Kernels(kernels, device, deterministic)
         self._block_kinds = [
             Block(f"block {i}", template, shared, skeleton.quantized_in(i))
@@ -127,6 +128,16 @@ class LayerFunctions:
         """A number that blocks of the same code and shapes share; embedding and head have their own."""
         return {0: -1, self.num_blocks + 1: -2}.get(layer) or self._kinds[layer - 1]
 
+    def expect(self, num_tokens: int) -> None:
+        """To be called before microbatches of up to ``num_tokens`` come, while the device has room to try MLPs.
+
+        Those that would be large run in parts from then on; see model/token_chunks.py.
+        """
+        if num_tokens > self._tokens_left_whole:
+            self._tokens_left_whole = math.inf
+            for template in self._templates:
+                run_mlps_in_parts(template, self._hidden_size, self.device, self.dtype)
+
     def train(self, mode: bool) -> None:
         """Switches dropout on or off in every template."""
         self.training = mode
@@ -154,22 +165,12 @@ class LayerFunctions:
 
         float32 [rows, sequence, hidden].
         """
-        generator = torch.Generator(self.device).manual_seed(0)
-
-        def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
-            drawn = torch.randn(*shape, generator=generator, device=self.device)
-            return (scale * drawn).to(self.dtype)
-
-        hidden, calls, outputs = normal(*batch.input_ids.shape, self.hidden_size), self.context(batch), []
+        probe, outputs = Probe(self.device, self.dtype), []
+        hidden, calls = probe.normal(*batch.input_ids.shape, self.hidden_size), self.context(batch)
         for kind, (block, template) in enumerate(zip(self._block_kinds, self._templates, strict=True)):
-            weights = {
-                name: normal(*p.shape, scale=p.shape[-1] ** -0.5)
-                if p.dim() > 1
-                else torch.ones_like(p, device=self.device, dtype=self.dtype)
-                for name, p in template.named_parameters()
-            }
             with torch.no_grad():
-                outputs.append(block.run(hidden, weights, calls[self._kinds.index(kind)]).float())
+                output = block.run(hidden, probe.weights(template), calls[self._kinds.index(kind)])
+            outputs.append(output.float())
         return outputs
 
     # -- what the model passes to its blocks ---------------------------------------------------------------

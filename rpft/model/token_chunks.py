@@ -7,13 +7,16 @@ the part's backward (model/graphs.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.func import functional_call
+
+from rpft.model.probe import Probe
 
 _MOST_BYTES = 1 << 30
 """Of the widest tensor between the products, for all tokens; less is left whole."""
@@ -24,6 +27,12 @@ _PART_BYTES = 1 << 29
 _PROBE_TOKENS = 3
 _TOLERANCE = 0.02
 """Relative; products of other shapes are rounded otherwise."""
+
+
+def tokens_left_whole(block: nn.Module, itemsize: int) -> float:
+    """Up to how many tokens no MLP of ``block`` would be cut; for that nothing needs to be tried."""
+    widths = [width for child in block.children() if (width := _width(child)) is not None]
+    return min((_MOST_BYTES // (width * itemsize) for width in widths), default=math.inf)
 
 
 def run_mlps_in_parts(block: nn.Module, hidden_size: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -65,14 +74,8 @@ def _width(module: nn.Module) -> int | None:
 
 def _treats_tokens_alike(module: nn.Module, hidden_size: int, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether each of some random tokens gives by itself what it gives among the others, with random weights."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def normal(shape: Sequence[int]) -> torch.Tensor:
-        drawn = torch.randn(tuple(shape), generator=generator, device=device)
-        return drawn.mul_(shape[-1] ** -0.5).to(dtype)
-
-    weights = {name: normal(p.shape) for name, p in module.named_parameters()}
-    hidden, training = normal((1, _PROBE_TOKENS, hidden_size)), module.training
+    probe, training = Probe(device, dtype), module.training
+    weights, hidden = probe.weights(module), probe.normal(1, _PROBE_TOKENS, hidden_size)
     module.eval()
     try:
         with torch.no_grad():

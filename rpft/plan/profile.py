@@ -79,6 +79,7 @@ class LayerMeter:
         shape = (rows, sequence, functions.hidden_size)
         self._hidden = torch.randn(*shape, device=device, dtype=functions.dtype)
         self._key = 0 if dropout else None
+        functions.expect(rows * sequence)
         functions.train(True)
 
     def measure(self, layer: int) -> LayerProfile:

@@ -51,6 +51,7 @@ def test_parts_give_the_outputs_and_gradients_of_the_whole(family, kernels, with
     monkeypatch.setattr(token_chunks, "_MOST_BYTES", 0)
     monkeypatch.setattr(token_chunks, "_PART_BYTES", 8 * 96 * 4)
     functions = functions_of(loaded, kernels=kernels)
+    functions.expect(32)
     assert all("forward" in vars(template.mlp) for template in functions._templates)
     parts = backward(functions, loaded, with_output)
     assert parts.keys() >= whole.keys() - {"output"}
@@ -61,13 +62,21 @@ def test_parts_give_the_outputs_and_gradients_of_the_whole(family, kernels, with
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "opt"])
 def test_what_is_no_mlp_of_its_own_is_left_whole(family, checkpoint, small_parts):
     functions = functions_of(load(checkpoint(family)))
+    functions.expect(32)
     for template in functions._templates:
         assert not any("forward" in vars(child) for child in template.children())
 
 
+def test_nothing_is_tried_for_few_tokens(checkpoint, small_parts, monkeypatch):
+    monkeypatch.setattr("rpft.model.functions.run_mlps_in_parts", None)
+    functions_of(load(checkpoint("llama"))).expect(8)
+
+
 def test_attention_is_never_cut(checkpoint, small_parts):
     for family in ("llama", "gpt2", "gemma3", "cohere"):
-        for template in functions_of(load(checkpoint(family)))._templates:
+        functions = functions_of(load(checkpoint(family)))
+        functions.expect(32)
+        for template in functions._templates:
             cut = [name for name, child in template.named_children() if "forward" in vars(child)]
             assert cut == ["mlp"], family
 
@@ -77,6 +86,7 @@ def test_a_part_is_recomputed_right_before_its_backward_and_added_right_after(ke
     """So that what one part makes is gone when the next is made."""
     loaded = load(checkpoint("llama"))
     functions = functions_of(loaded, kernels=kernels)
+    functions.expect(32)
     batch, hidden = batch_of(random_ids(2, 16)), torch.randn(2, 16, 64)
     block, own, call = functions._block(1, loaded.store.layer_weights(1), batch)
     traced = block._traced(hidden, own, call, None, True)
