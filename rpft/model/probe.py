@@ -19,7 +19,7 @@ class Probe:
         return drawn.mul_(scale).to(self._dtype)
 
     def weights(self, module: nn.Module) -> dict[str, torch.Tensor]:
-        """A tensor a parameter of ``module``, by name: matrices that keep the size of what they are given, ones."""
+        """A tensor a parameter of ``module``, by name: matrices that keep the size of what is given, ones."""
         return {
             name: self.normal(*p.shape, scale=p.shape[-1] ** -0.5)
             if p.dim() > 1

@@ -20,7 +20,7 @@ from rpft.plan.choose import choose_plan, model_shape, step_shape
 from rpft.plan.costs import LayerLoad, measured_costs
 from rpft.plan.machine import Machine, datasheet_profiles
 from rpft.plan.model_shapes import read_shape
-from rpft.plan.partition import even_stages
+from rpft.plan.partition import divisors, even_stages
 from rpft.plan.plan import Plan, Stage
 from rpft.plan.predict import even_seconds
 from rpft.plan.schedules import StageTime, Timeline, breadth_first, one_f_one_b
@@ -182,8 +182,7 @@ class _Comparison:
 
     def _round_sizes(self) -> list[int]:
         """Microbatches of a round that are tried: as many as there are workers, or more."""
-        total = self.work.accumulation
-        sizes = [m for m in range(total, 0, -1) if total % m == 0]
+        sizes = divisors(self.work.accumulation)
         return [m for m in sizes if m >= self.num_workers][:_ROUND_SIZES] or sizes[:1]
 
     def _round_pipe(self, delayed: bool, num_microbatches: int) -> tuple[Compared, Compared]:
@@ -221,7 +220,3 @@ class _Comparison:
 
     def _compared(self, seconds: float, bubble: float, stages: int, held: int, fits: bool) -> Compared:
         return Compared(seconds, self.tokens / seconds, max(0.0, 100 * bubble), stages, held, fits)
-
-
-def _seconds(one: Compared) -> float:
-    return one.step_seconds

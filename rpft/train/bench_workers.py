@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import rpft
+from rpft import files
 from rpft.errors import UserError
 from rpft.host import available_cores
 from rpft.plan.bill import gib
@@ -77,11 +78,10 @@ def bench_here(recipe: Recipe, workers: int, num_steps: int) -> Measured | Faile
 
 def _place_for_frozen(prepared: Prepared) -> AbstractContextManager[str]:
     """A folder on the disk of the run, gone again in the end, where the plan has frozen weights on the disk."""
-    output_dir = Path(prepared.recipe.output_dir).absolute()
+    output_dir = Path(prepared.recipe.output_dir)
     if not prepared.on_disk:
         return nullcontext(str(output_dir))
-    disk = next(folder for folder in (output_dir, *output_dir.parents) if folder.is_dir())
-    return TemporaryDirectory(prefix=".rpft-bench-", dir=disk)
+    return TemporaryDirectory(prefix=".rpft-bench-", dir=files.existing_folder(output_dir))
 
 
 def _say(line: str) -> None:

@@ -104,7 +104,7 @@ class Machinery:
             lagging=delayed and self.optimizer.last_step > 0,
         )
         self.watchdog = Watchdog(
-            [*self._engine.streams, self.optimizer.stream],
+            self.streams(),
             prepared.recipe.engine.stall_seconds,
             self._failure,
             lambda: self.saver.progress_bytes,
