@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from typing import Any
 
 import torch
-import transformers
 
 from rpft.model.adapters import LoraSettings, inject_lora
 from rpft.model.layers import build_layers
@@ -23,65 +21,17 @@ from rpft.plan.bill import Workload
 from rpft.plan.choose import choose_plan, model_shape, step_shape
 from rpft.plan.costs import measured_costs
 from rpft.plan.machine import datasheet_profiles, read_machine
+from rpft.plan.model_shapes import read_shape
 from rpft.plan.simulate import step_seconds
 
 ROWS, SEQUENCE, MICROBATCHES, IN_ROUND = 4, 2048, 16, 16
-QWEN3 = {"vocab_size": 151936, "head_dim": 128}
-MODELS: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
-    # family, config, tokens a second as published
-    "qwen3-1.7b": (
-        "Qwen3",
-        {
-            **QWEN3,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "tie_word_embeddings": True,
-        },
-        {"sync": 56489, "delayed": 65417},
-    ),
-    "llama-8b": (
-        "Llama",
-        {
-            "vocab_size": 128256,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-        },
-        {"sync": 18888, "delayed": 24275},
-    ),
-    "gpt-oss-20b": ("GptOss", {"num_hidden_layers": 24}, {"sync": 12549, "delayed": 18122}),
-    "qwen3-32b": (
-        "Qwen3",
-        {
-            **QWEN3,
-            "hidden_size": 5120,
-            "intermediate_size": 25600,
-            "num_hidden_layers": 64,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-        },
-        {"sync": 4164, "delayed": 5516},
-    ),
-    "qwen3-235b-lora": (
-        "Qwen3Moe",
-        {
-            **QWEN3,
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "moe_intermediate_size": 1536,
-            "num_hidden_layers": 94,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 4,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-        },
-        {"sync": 1592, "delayed": 1820},
-    ),
+PUBLISHED = {
+    # model shape, whether an adapter is trained: tokens a second as published
+    ("qwen3-1.7b", False): {"sync": 56489, "delayed": 65417},
+    ("llama-3.1-8b", False): {"sync": 18888, "delayed": 24275},
+    ("gpt-oss-20b", False): {"sync": 12549, "delayed": 18122},
+    ("qwen3-32b", False): {"sync": 4164, "delayed": 5516},
+    ("qwen3-235b-a22b", True): {"sync": 1592, "delayed": 1820},
 }
 
 
@@ -92,10 +42,10 @@ def main() -> None:
     machine = read_machine("8x4090")
     in_float16 = machine.gpus[0].model_copy(update={"tflops": 330.0})
     machine = machine.model_copy(update={"gpus": (in_float16,)})
-    for name, (family, settings, published) in MODELS.items():
-        config = getattr(transformers, f"{family}Config")(**settings)
+    for (name, adapted), published in PUBLISHED.items():
+        config = read_shape(name)
         skeleton = cut(build_model(config, torch.bfloat16, "auto"))
-        if name.endswith("lora"):
+        if adapted:
             inject_lora(skeleton, LoraSettings(32, 64, 0.0, ["q_proj", "k_proj", "v_proj", "o_proj"]), name)
         layouts = build_layers(skeleton, torch.bfloat16)
         for update in updates:
