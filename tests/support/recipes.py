@@ -295,3 +295,17 @@ def watch(
         return _Watched(every_steps, on_step, on_save)
 
     monkeypatch.setattr("rpft.console.make_reporter", make)
+
+
+class Crash(Exception):
+    """The end of a run that nothing in it foresaw."""
+
+
+def crash_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends this test's runs when ``step`` is reported."""
+
+    def on_step(record: StepRecord) -> None:
+        if record.step == step:
+            raise Crash(f"step {step}")
+
+    watch(monkeypatch, on_step)

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 from support.recipes import make_project
 
+from rpft.plan import profile_file
+
 
 @pytest.fixture(scope="session")
 def project(tmp_path_factory):
@@ -18,6 +20,15 @@ def project(tmp_path_factory):
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """An empty cache of profiles, for all tests of a module."""
+    folder = tmp_path_factory.mktemp("profiles")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profile_file, "cache_folder", lambda: folder)
+        yield folder
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -9,7 +9,6 @@ import torch
 from support.recipes import run_rpft
 
 from rpft.model.host_store import HostStore
-from rpft.plan import profile_file
 from rpft.recipe.load import load_recipe
 from rpft.train import bench_workers
 from rpft.train.bench import Measured, measure
@@ -19,18 +18,11 @@ from rpft.train.weights import load_weights
 
 STEPS = 2
 
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    """An empty cache of profiles, for all tests here."""
-    folder = tmp_path_factory.mktemp("profiles")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(profile_file, "cache_folder", lambda: folder)
-        yield folder
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture(scope="module")
-def made(project):
+def made(project, cache):
     return project("bench", "qwen3", eval_rows=0)
 
 

@@ -5,7 +5,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from support.recipes import watch
+from support.recipes import Crash, watch
 
 from rpft.optim.host_optimizer import HostOptimizer
 from rpft.train.loop import Trainer
@@ -79,10 +79,6 @@ def test_it_goes_back_passes_the_steps_over_and_ends_as_if_it_had_known(kind, ru
     assert (state["passed_over"], state["rewinds"], state["updates_applied"]) == (list(BAD), 1, 22)
     resumed = made.train_well("jumped", *WORDS, "--resume")
     assert (resumed.numbers, resumed.result) == (knew.numbers, knew.result)
-
-
-class Crash(Exception):
-    pass
 
 
 @pytest.mark.parametrize(("step", "time"), [(21, 1), (21, 2), (25, 1)])

@@ -5,9 +5,8 @@ import os
 
 import pytest
 from support.engines import plan_of
-from support.recipes import run_rpft
+from support.recipes import crash_at, run_rpft
 
-import rpft.train.machinery
 from rpft import files
 from rpft.model.frozen_file import frozen_file_bytes, frozen_files
 from rpft.plan.disk_rate import disk_rate
@@ -62,19 +61,9 @@ def test_a_run_has_the_numbers_of_ram_and_leaves_no_file(made):
     ],
 )
 def test_a_broken_run_leaves_its_file_to_the_one_that_resumes(then, made, monkeypatch):
-    class Crash(Exception):
-        pass
-
-    submit = rpft.train.machinery.Engine.submit_step
-
-    def crash(self, step, batches):
-        if step == 4:
-            raise Crash
-        return submit(self, step, batches)
-
     words, name = (NF4, "checkpoint.every_steps=2"), f"broken {len(then)}"
     with monkeypatch.context() as patch:
-        patch.setattr(rpft.train.machinery.Engine, "submit_step", crash)
+        crash_at(3, patch)
         assert made.train(name, *words, MMAP).code == 1
     (file,) = frozen_files(made.folder / name)
     assert file.suffix == ".bin"

@@ -19,15 +19,6 @@ MEMORY = {"vram_bytes", "host_bytes", "pinned_bytes", "disk_bytes"}
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """An empty cache of profiles, for all tests here."""
-    folder = tmp_path_factory.mktemp("profiles")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(profile_file, "cache_folder", lambda: folder)
-        yield folder
-
-
-@pytest.fixture(scope="module")
 def made(project, cache):
     return project("plans", "qwen3", eval_rows=0, sections={"engine": {"workers": 2}})
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from support.recipes import run_rpft
+from support.recipes import crash_at, run_rpft
 
 import rpft.train.machinery
 from rpft.recipe.load import load_recipe
@@ -24,18 +24,8 @@ def unbroken(made):
 
 
 def test_four_steps_equal_two_steps_a_save_and_two_steps(made, unbroken, monkeypatch):
-    class Crash(Exception):
-        pass
-
-    submit = rpft.train.machinery.Engine.submit_step
-
-    def crash(self, step, batches):
-        if step == 4:
-            raise Crash
-        return submit(self, step, batches)
-
     with monkeypatch.context() as patch:
-        patch.setattr(rpft.train.machinery.Engine, "submit_step", crash)
+        crash_at(3, patch)
         assert made.train("broken", NF4, "checkpoint.every_steps=2").code == 1
     resumed = made.train_well("broken", NF4, "checkpoint.every_steps=2", "--resume", "engine.workers=2")
     assert resumed.numbers == unbroken.numbers

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from support.engines import plan_of
-from support.recipes import chats, unbroken_runs, watch
+from support.recipes import Crash, chats, crash_at, unbroken_runs, watch
 
 from rpft.errors import UserError
 from rpft.optim.schedule import Schedule
@@ -21,18 +21,6 @@ PROJECTS = {
     "delayed": ("llama", {"optimizer": {"update": "delayed"}}),
     "delayed bfloat16": ("llama", {"optimizer": {"update": "delayed"}, "model": {"dtype": "bfloat16"}}),
 }
-
-
-class Crash(Exception):
-    """The end of a run that nothing in it foresaw."""
-
-
-def crash_at(step, monkeypatch):
-    def on_step(record):
-        if record.step == step:
-            raise Crash(f"step {step}")
-
-    watch(monkeypatch, on_step)
 
 
 @pytest.fixture(scope="module")
