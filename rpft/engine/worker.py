@@ -324,17 +324,19 @@ class Worker:
         """``batch`` on this device; the last few are kept, since a round's slots use the same ones."""
         found = self._batches.get(batch)
         if found is None:
-            to = self.device.torch_device
+            to, positions = self.device.torch_device, batch.position_ids
 
             def move(tensor: torch.Tensor) -> torch.Tensor:
                 return tensor.to(to, non_blocking=True)
 
             found = DeviceBatch(
                 move(batch.input_ids),
-                None if batch.position_ids is None else move(batch.position_ids),
+                None if positions is None else move(positions),
                 move(batch.trained_at),
                 move(batch.targets),
-                None if batch.position_ids is None else move(row_starts(batch.position_ids)),
+                move(row_starts(positions))
+                if positions is not None and self._functions.takes_row_starts
+                else None,
             )
             self._batches[batch] = found
             if len(self._batches) > _BATCHES_KEPT:

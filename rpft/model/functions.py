@@ -22,6 +22,7 @@ from rpft.model.blocks import Block, BlockCall, EagerKept, Kept, Weights
 from rpft.model.dropout import mix, placed_dropout
 from rpft.model.graphs import KernelKind, Kernels
 from rpft.model.head import HeadLoss
+from rpft.model.packed_attention import NAME as PACKED
 from rpft.model.packed_attention import masks_from
 from rpft.model.probe import Probe
 from rpft.model.skeleton import (
@@ -150,6 +151,11 @@ class LayerFunctions:
     def attention(self) -> str:
         """What transformers knows the attention of the model by."""
         return self._causal.config._attn_implementation  # type: ignore[union-attr, return-value]
+
+    @property
+    def takes_row_starts(self) -> bool:
+        """Whether packed rows attend by ``DeviceBatch.row_starts``; otherwise they are not read."""
+        return self.attention == PACKED
 
     def attend_by(self, name: str) -> None:
         """Makes all blocks attend by what transformers knows by ``name``."""
