@@ -35,7 +35,7 @@ SHARD_BYTES = 5 * GB
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("preset", nargs="?", choices=sorted(PRESETS), default="qwen3-1.7b")
+    parser.add_argument("preset", nargs="?", choices=PRESETS, default="qwen3-1.7b")
     parser.add_argument("--gb", type=float, default=2.0, help="size of the checkpoint, 1e9 bytes")
     parser.add_argument("--lora", type=int, default=0, help="rank; 0 trains every weight")
     parser.add_argument("--folder", type=Path, help="where the checkpoint is written, and left")

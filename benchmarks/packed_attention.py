@@ -27,7 +27,7 @@ from rpft.plan.profile import LayerMeter
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("preset", choices=sorted(PRESETS))
+    parser.add_argument("preset", choices=PRESETS)
     parser.add_argument("--lines", type=numbers, default=[8, 1], help="of a microbatch")
     parser.add_argument("--sequence", type=numbers, default=[4096, 32768], help="tokens of a line")
     parser.add_argument("--row", type=int, default=500, help="tokens of a row")

@@ -2,7 +2,7 @@
 
     python benchmarks/predictions.py llama-45m,qwen3-80m [--lora 0,16] [--sequence 64,128] [--rows 4]
         [--microbatches 4] [--workers 1,2] [--update sync,delayed] [--windows 5] [--steps 2] [--json FILE]
-    python benchmarks/predictions.py qwen3-1.7b,llama-8b --lora 0,32 --sequence 1024,4096 --rows 24
+    python benchmarks/predictions.py qwen3-1.7b,llama-3.1-8b --lora 0,32 --sequence 1024,4096 --rows 24
         --microbatches 3 --json FILE                        (on GPUs; --kernels compile is their default)
 
 Layers, links and optimizer are measured and the run is planned as `rpft train` does it; then the same process
@@ -30,7 +30,7 @@ from rpft.train.bench import WINDOWS, Measured, measure
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("presets", type=lambda text: text.split(","), help=f"of {', '.join(sorted(PRESETS))}")
+    parser.add_argument("presets", type=lambda text: text.split(","), help=f"of {', '.join(PRESETS)}")
     parser.add_argument("--lora", type=numbers, default=[0, 16], help="ranks; 0 trains every weight")
     add_engine_arguments(parser)
     parser.add_argument("--sequence", type=numbers, default=[64, 128])
@@ -44,7 +44,7 @@ def parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     unknown = sorted(set(arguments.presets) - set(PRESETS))
     if unknown:
-        sys.exit(f"no preset {', '.join(unknown)}; there are {', '.join(sorted(PRESETS))}")
+        sys.exit(f"no preset {', '.join(unknown)}; there are {', '.join(PRESETS)}")
     return arguments
 
 
@@ -70,7 +70,8 @@ def main() -> int:
     print("| run | measured, tok/s | windows | predicted | error | idle | predicted | load |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for preset, lora in product(arguments.presets, arguments.lora):
-        own = argparse.Namespace(**{**vars(arguments), "preset": preset, "lora": lora})
+        more = {"preset": preset, "lora": lora, "targets": "all-linear", "quantize": "none"}
+        own = argparse.Namespace(**{**vars(arguments), **more})
         steps = [Step(arguments.rows, sequence, arguments.microbatches, 0) for sequence in arguments.sequence]
         model = Model(own, steps[0], quiet=True)
         updates = sorted(set(arguments.update), reverse=True)  # sync first: a delayed one changes the store

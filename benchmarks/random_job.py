@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -18,6 +18,8 @@ from rpft.engine.device import Device
 from rpft.model.adapters import initialise_lora
 from rpft.model.checkpoint import Checkpoint
 from rpft.model.host_store import HostStore
+from rpft.model.quant import PackedWeight, Parts
+from rpft.plan.model_shapes import read_shape, shape_names
 from rpft.recipe.schema import Recipe
 from rpft.train.job import Job, model_parts
 from rpft.train.kernels import KernelChoice
@@ -30,22 +32,26 @@ DTYPE = torch.bfloat16
 _MANY_STEPS = 10**6
 """More than are ever run."""
 
-PRESETS = {
+SMALL = {
     # family, vocabulary, hidden, intermediate, blocks, heads, key-value heads, head size, tied
-    "qwen3-1.7b": ("Qwen3", 151936, 2048, 6144, 28, 16, 8, 128, True),
-    "llama-8b": ("Llama", 128256, 4096, 14336, 32, 32, 8, 128, False),
-    "qwen3-32b": ("Qwen3", 151936, 5120, 25600, 64, 64, 8, 128, False),
     "llama-45m": ("Llama", 16384, 512, 1536, 8, 8, 4, 64, False),
     "qwen3-80m": ("Qwen3", 16384, 768, 2304, 10, 12, 4, 64, True),
     "tiny": ("Llama", 512, 64, 192, 4, 4, 2, 16, False),
 }
+"""Models that nobody has, for small machines."""
+
+PRESETS = sorted([*SMALL, *shape_names()])
 
 
 def make_config(preset: str):
     """The transformers config of a preset."""
     import transformers
 
-    family, vocabulary, hidden, intermediate, blocks, heads, kv_heads, head_size, tied = PRESETS[preset]
+    if preset not in SMALL:
+        config = read_shape(preset)
+        config.max_position_embeddings = max(config.max_position_embeddings, 131072)
+        return config
+    family, vocabulary, hidden, intermediate, blocks, heads, kv_heads, head_size, tied = SMALL[preset]
     return getattr(transformers, f"{family}Config")(
         vocab_size=vocabulary,
         hidden_size=hidden,
@@ -60,9 +66,23 @@ def make_config(preset: str):
 
 
 def fill_randomly(store: HostStore, device: torch.device) -> None:
-    """Normal(0, 0.02) matrices and unit norms, drawn where it is quick; the same in every process."""
+    """Normal(0, 0.02) matrices and unit norms, drawn where it is quick; the same in every process.
+
+    Quantised weights of one shape are all the same draw, since to quantise each of a large model takes minutes.
+    """
     generator = torch.Generator(device).manual_seed(0)
-    for name in store.names():
+    quantised: dict[PackedWeight, Parts] = {}
+    for layer in store.layers:
+        for name, packed in layer.layout.packed.items():
+            matrix = replace(packed, shape=packed.shape[-2:])
+            if matrix not in quantised:
+                drawn = torch.empty(matrix.shape, device=device).normal_(0, 0.02, generator=generator)
+                quantised[matrix] = {p: torch.empty(s, dtype=d) for p, (s, d) in matrix.part_shapes().items()}
+                matrix.quantize_into(drawn.cpu(), quantised[matrix])
+            for part, target in store.parts(name).items():
+                target.copy_(quantised[matrix][part].expand_as(target))
+    parts = {part for layer in store.layers for part in layer.layout.parts}
+    for name in (name for name in store.names() if name not in parts):
         target = store.tensor(name)
         if target.dim() < 2:
             store.write(name, torch.ones_like(target))
@@ -93,11 +113,12 @@ class Step:
 def make_recipe(arguments: argparse.Namespace, step: Step, update: str, workers: int, link: float) -> Recipe:
     """The recipe of a run; ``arguments``: those of ``throughput.add_model_arguments``. 0 ``workers``: all."""
     rank = arguments.lora
+    targets = arguments.targets if arguments.targets == "all-linear" else arguments.targets.split(",")
     return Recipe.model_validate(
         {
-            "model": {"path": arguments.preset, "dtype": "bfloat16"},
+            "model": {"path": arguments.preset, "dtype": "bfloat16", "quantize": arguments.quantize},
             "data": {"train": ["random tokens"], "max_seq_len": step.sequence},
-            "adapter": {"r": rank, "alpha": 2 * rank} if rank else None,
+            "adapter": {"r": rank, "alpha": 2 * rank, "target_modules": targets} if rank else None,
             "train": {
                 "learning_rate": 1e-5,
                 "lr_scheduler": "constant",

@@ -1,7 +1,8 @@
 """Tokens a second of full or LoRA training of a model of real size, random weights, random tokens.
 
     python benchmarks/throughput.py qwen3-1.7b --rows 24 --sequence 4096 --microbatches 3 --steps 10
-        [--lora R] [--workers 2,1] [--update sync,delayed] [--vram-limit 24] [--trace FOLDER] [--json FILE]
+        [--lora R] [--targets q_proj,v_proj] [--quantize nf4] [--workers 2,1] [--update sync,delayed]
+        [--vram-limit 24] [--trace FOLDER] [--json FILE]
 
 No checkpoint and no data are needed. For every combination of steps, --update, --workers and --emulate-link: the
 rate of the median step and over all timed steps, drained at both ends. Several steps are given by several numbers,
@@ -60,8 +61,12 @@ def parse() -> argparse.Namespace:
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """What ``Model`` reads."""
-    parser.add_argument("preset", choices=sorted(PRESETS))
+    parser.add_argument("preset", choices=PRESETS)
     parser.add_argument("--lora", type=int, default=0, help="rank; 0 trains every weight")
+    parser.add_argument("--targets", default="all-linear", help="modules with an adapter, between commas")
+    parser.add_argument(
+        "--quantize", choices=["none", "nf4", "int8", "fp8"], default="none", help="of a LoRA base"
+    )
     add_engine_arguments(parser)
 
 
@@ -252,6 +257,7 @@ def measure(run: Run) -> list[dict[str, Any]]:
         [
             arguments.preset,
             f"LoRA r{arguments.lora}" if arguments.lora else "full",
+            *([arguments.quantize] if arguments.quantize != "none" else []),
             f"{run.update}, {len(peaks)} worker(s), {step.rows} x {step.sequence}, M = {step.microbatches}",
             *([f"(link emulated at {run.link} GB/s)"] if run.link else []),
         ]

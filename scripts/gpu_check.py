@@ -2,10 +2,10 @@
 
     python scripts/gpu_check.py [--only 1.7b,8b] [--peers] [--skip-tests] [--out FOLDER] [--commit HASH]
 
---only takes names of cases or groups: 1.7b, 8b, 8b-lora, 8b-small, one, links, long; of peers: roof, fsdp2,
-roundpipe. --peers adds the peers of the chosen groups. FOLDER gets gpu_check.json, written anew after each case,
-so that what is done stays if the call is ended, and gpu_check.log. rpft runs under a cap of 24 GiB of VRAM a GPU;
-an H200 computes faster and has a wider link than the cards that the cap stands for.
+--only takes names of cases or groups: 1.7b, 8b, 8b-lora, 8b-small, one, links, long, huge, scaling; of peers:
+roof, fsdp2, roundpipe. --peers adds the peers of the chosen groups. FOLDER gets gpu_check.json, written
+anew after each case, so that what is done stays if the call is ended, and gpu_check.log. rpft runs under a cap of
+24 GiB of VRAM a GPU; an H200 computes faster and has a wider link than the cards that the cap stands for.
 """
 
 from __future__ import annotations
@@ -47,14 +47,22 @@ class Case:
 
     name: str
     words: str
-    """What Python is given; {gpus} stands for the number of GPUs, two at most."""
+    """What Python is given; {gpus} stands for the number of GPUs, two at most, {counts} for 1, 2, 4 .. of them."""
     groups: tuple[str, ...] = ()
     seconds: int = 300
     """What it may take before it is ended."""
     peer: bool = False
 
+    def arguments(self, gpus: int) -> list[str]:
+        """What Python is given on a machine with ``gpus`` GPUs."""
+        counts = ",".join(str(2**power) for power in reversed(range(gpus.bit_length())))
+        return self.words.format(gpus=min(2, gpus), counts=counts).split()
+
 
 STEP = "--rows 24 --sequence 4096 --microbatches 3"
+HUGE_STEP = "--rows 16 --sequence 4096 --microbatches 4 --steps 4 --workers {gpus}"
+SCALING_STEP = "--microbatches 5 --steps 6 --workers {counts}"
+ATTENTION = "--targets q_proj,k_proj,v_proj,o_proj"
 SMALL_STEP = "--rows 12 --sequence 1024 --microbatches 3"
 RPFT = "benchmarks/throughput.py"
 ROUNDPIPE = "benchmarks/peers/roundpipe_0_1_1.py"
@@ -89,16 +97,16 @@ CASES = [
     _peer("roundpipe-1.7b", f"{ROUNDPIPE} qwen3-1.7b {STEP} --steps 10 --compile-layers", "1.7b"),
     _peer("roundpipe-1.7b-as-it-comes", f"{ROUNDPIPE} qwen3-1.7b {STEP} --steps 10", "1.7b"),
     _peer("roundpipe-1.7b-exact", f"{ROUNDPIPE} qwen3-1.7b {STEP} --steps 10 --sync-step", "1.7b"),
-    Case("8b", f"{RPFT} llama-8b {STEP} --steps 20 {BOTH} --workers {{gpus}}", seconds=400),
-    Case("8b-one", f"{RPFT} llama-8b {STEP} --steps 5 {BOTH} --workers 1", ("one",), 400),
-    *_roof("8b", "llama-8b", "8b"),
-    _peer("fsdp2-8b", f"{FSDP2} llama-8b --rows 24 --sequence 4096 --steps 3", "8b", 400),
-    _peer("roundpipe-8b", f"{ROUNDPIPE} llama-8b {STEP} --steps 6 --compile-layers", "8b", 400),
-    Case("8b-lora", f"{RPFT} llama-8b --lora 32 {STEP} --steps 10 --workers {{gpus}}"),
-    *_roof("8b-lora", "llama-8b --lora 32", "8b-lora"),
-    _peer("roundpipe-8b-lora", f"{ROUNDPIPE} llama-8b --lora 32 {STEP} --steps 6", "8b-lora", 400),
-    Case("8b-small", f"{RPFT} llama-8b {SMALL_STEP} --steps 10 {BOTH} --workers {{gpus}}"),
-    _peer("roundpipe-8b-small", f"{ROUNDPIPE} llama-8b {SMALL_STEP} --steps 10", "8b-small", 400),
+    Case("8b", f"{RPFT} llama-3.1-8b {STEP} --steps 20 {BOTH} --workers {{gpus}}", seconds=400),
+    Case("8b-one", f"{RPFT} llama-3.1-8b {STEP} --steps 5 {BOTH} --workers 1", ("one",), 400),
+    *_roof("8b", "llama-3.1-8b", "8b"),
+    _peer("fsdp2-8b", f"{FSDP2} llama-3.1-8b --rows 24 --sequence 4096 --steps 3", "8b", 400),
+    _peer("roundpipe-8b", f"{ROUNDPIPE} llama-3.1-8b {STEP} --steps 6 --compile-layers", "8b", 400),
+    Case("8b-lora", f"{RPFT} llama-3.1-8b --lora 32 {STEP} --steps 10 --workers {{gpus}}"),
+    *_roof("8b-lora", "llama-3.1-8b --lora 32", "8b-lora"),
+    _peer("roundpipe-8b-lora", f"{ROUNDPIPE} llama-3.1-8b --lora 32 {STEP} --steps 6", "8b-lora", 400),
+    Case("8b-small", f"{RPFT} llama-3.1-8b {SMALL_STEP} --steps 10 {BOTH} --workers {{gpus}}"),
+    _peer("roundpipe-8b-small", f"{ROUNDPIPE} llama-3.1-8b {SMALL_STEP} --steps 10", "8b-small", 400),
     *(
         Case(
             f"links-{name}",
@@ -106,7 +114,7 @@ CASES = [
             ("links",),
             400,
         )
-        for name, preset in (("1.7b", "qwen3-1.7b"), ("8b", "llama-8b"))
+        for name, preset in (("1.7b", "qwen3-1.7b"), ("8b", "llama-3.1-8b"))
     ),
     *(
         Case(
@@ -115,10 +123,31 @@ CASES = [
             ("long",),
         )
         for name, words in (
-            ("8b", "llama-8b --sequence 65536"),
+            ("8b", "llama-3.1-8b --sequence 65536"),
             ("1.7b", "qwen3-1.7b --sequence 98304"),
             ("32b-lora", "qwen3-32b --lora 16 --sequence 40960"),
         )
+    ),
+    *(
+        Case(name, f"{RPFT} {words} {HUGE_STEP}", ("huge",), 400)
+        for name, words in (
+            ("32b-lora", "qwen3-32b --lora 32"),
+            ("32b-lora-nf4", "qwen3-32b --lora 32 --quantize nf4"),
+            ("70b-lora-nf4", "llama-3.1-70b --lora 32 --quantize nf4"),
+            ("14b", "qwen3-14b --ram-limit 200"),
+        )
+    ),
+    Case(
+        "235b-lora-nf4",
+        f"{RPFT} qwen3-235b-a22b --lora 32 {ATTENTION} --quantize nf4 --ram-limit 200 --rows 2 --sequence 32768"
+        " --microbatches 2 --steps 3 --warm-up 1 --workers {gpus}",
+        ("huge",),
+        500,
+    ),
+    Case("scaling-1.7b", f"{RPFT} qwen3-1.7b --rows 40 --sequence 4096 {SCALING_STEP} {BOTH}", ("scaling",), 400),
+    Case("scaling-8b", f"{RPFT} llama-3.1-8b --rows 20 --sequence 4096 {SCALING_STEP} {BOTH}", ("scaling",), 500),
+    Case(
+        "scaling-8b-lora", f"{RPFT} llama-3.1-8b --lora 32 --rows 20 --sequence 4096 {SCALING_STEP}", ("scaling",)
     ),
 ]
 
@@ -179,8 +208,7 @@ class Check:
         record = self.folder / "cases" / f"{case.name}.json"
         record.parent.mkdir(parents=True, exist_ok=True)
         record.unlink(missing_ok=True)
-        count = max(1, len(self.gpus))
-        words = case.words.format(gpus=min(2, count)).split()
+        words = case.arguments(max(1, len(self.gpus)))
         started = time.monotonic()
         code, lines = run([*words, "--json", str(record)], self.log, case.seconds)
         outcome = Outcome(case.name, [], seconds=time.monotonic() - started)

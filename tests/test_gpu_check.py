@@ -140,21 +140,21 @@ def test_peers_come_when_asked_for_by_option_or_by_name():
 
 
 def test_a_name_that_is_none_is_refused_with_those_that_are():
-    with pytest.raises(SystemExit, match=r"no case or group 8B; there are 1\.7b, 1\.7b-one, 8b, "):
+    with pytest.raises(SystemExit, match=r"no case or group 8B; there are 1\.7b, 1\.7b-one, 14b, "):
         gpu_check.choose(["8B"], False)
 
 
-@pytest.mark.parametrize(("gpus", "words"), [(1, "1"), (2, "2"), (4, "2")])
+@pytest.mark.parametrize(("gpus", "words"), [(1, "1 1"), (2, "2 2,1"), (4, "2 4,2,1")])
 def test_workers_are_no_more_than_the_gpus(gpus, words, check, script, tmp_path):
     check.gpus = ["GPU"] * gpus
-    text = "import sys; print(sys.argv[1]); sys.exit(1)"
-    outcome = check.run_case(Case("counts", f"{script(text)} {{gpus}}"))
+    text = "import sys; print(*sys.argv[1:3]); sys.exit(1)"
+    outcome = check.run_case(Case("counts", f"{script(text)} {{gpus}} {{counts}}"))
     assert outcome.failure == f"exit code 1: {words}"
 
 
 def test_every_case_names_a_file_and_options_that_exist():
     for case in gpu_check.CASES:
-        words = case.words.format(gpus=2).split()
+        words = case.arguments(2)
         (file,) = [word for word in words if word.endswith(".py")]
         text = (gpu_check.ROOT / file).read_text()
         harness = (gpu_check.ROOT / "benchmarks/peers/harness.py").read_text() if case.peer else ""

@@ -22,6 +22,8 @@ def arguments(**changes):
     given = {
         "preset": "tiny",
         "lora": 0,
+        "targets": "all-linear",
+        "quantize": "none",
         "workers": [2],
         "device": "cpu",
         "vram_limit": 24.0,

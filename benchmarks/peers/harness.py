@@ -30,7 +30,7 @@ CHUNK_TOKENS = 4096
 def parser(description: str | None, rows: int, warm_up: int = 3) -> argparse.ArgumentParser:
     """The arguments of every peer."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("preset", choices=sorted(PRESETS))
+    made.add_argument("preset", choices=PRESETS)
     made.add_argument("--rows", type=int, default=rows, help="rows of a step")
     made.add_argument("--sequence", type=int, default=4096)
     made.add_argument("--steps", type=int, default=10, help="timed, drained at both ends")

@@ -1,8 +1,8 @@
 """The reference implementation, roundpipe 0.1.1 from PyPI, through its public interface.
 
     pip install roundpipe==0.1.1 beartype
-    python benchmarks/peers/roundpipe_0_1_1.py llama-8b --rows 24 --sequence 4096 --microbatches 3 --compile-layers
-        [--sync-step] [--lora 32] [--workers 2] [--json FILE]
+    python benchmarks/peers/roundpipe_0_1_1.py llama-3.1-8b --rows 24 --sequence 4096 --microbatches 3
+        [--compile-layers] [--sync-step] [--lora 32] [--workers 2] [--json FILE]
 
 As it comes, or with --compile-layers its decoder layers compiled, the strongest way to run it. A dependency of
 benchmarks only: it is under the LGPL and no part of this program. Its update is one step stale unless --sync-step.
