@@ -151,8 +151,8 @@ def _initialise_lengths(module: Any, path: str, store: HostStore, weight: str) -
     module.lora_magnitude_vector[ADAPTER] = layer
 
 
-def caches_parametrizations(module: torch.nn.Module) -> bool:
-    """Whether ``module`` has adapters of bare parameters (fused experts), which peft keeps in torch's cache."""
+def adapts_parameters(module: torch.nn.Module) -> bool:
+    """Whether ``module`` has adapters of bare parameters (fused experts), which peft registers with torch."""
     # By name: importing peft takes a second, which a full run has no use for.
     return any(type(child).__name__ == "ParamWrapper" for child in module.modules())
 

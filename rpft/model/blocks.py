@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from rpft.model.adapters import caches_parametrizations
+from rpft.model.adapters import adapts_parameters
 from rpft.model.dropout import counted_dropout, draw_keys, drawn_dropout, placed_dropout
 from rpft.model.graphs import JointGraph, Kernels, TensorFunction, Untraceable
 from rpft.model.kept import KeptLayout
@@ -115,7 +115,7 @@ class Block:
         """``template``: a block without weights, on the device. ``name`` is for messages."""
         self._name, self._template, self._kernels = name, template, kernels
         self._quantized = quantized
-        self._caches = caches_parametrizations(template)
+        self._caches = adapts_parameters(template)
         self._graphs = kernels.graphs and not self._caches
         self.trained = frozenset(n for n, p in template.named_parameters() if p.requires_grad)
 

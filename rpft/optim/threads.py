@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +15,11 @@ from rpft.host import available_cores
 _WORTH_MORE_THREADS = 0.03
 """A higher number of threads is taken for at least this share of the time."""
 
-_TRIALS = 4
-"""Runs for a number of threads; the first also starts them."""
+_ROUNDS = 4
+"""How often each number of threads has its turn, so that what else goes on meets all of them alike."""
+
+_RUNS_OF_A_TURN = 2
+"""The first also starts the threads."""
 
 
 @contextlib.contextmanager
@@ -56,15 +60,13 @@ def measure(counts: list[int], setup: Callable[[], Callable[[], None]]) -> dict[
 
     def run() -> dict[int, float]:
         work = setup()
-        seconds: dict[int, float] = {}
-        for count in counts:
-            trials = []
-            for _ in range(_TRIALS):
+        seconds = dict.fromkeys(counts, math.inf)
+        for count in counts * _ROUNDS:
+            for _ in range(_RUNS_OF_A_TURN):
                 started = time.perf_counter()
                 with openmp_threads(count):
                     work()
-                trials.append(time.perf_counter() - started)
-            seconds[count] = min(trials)
+                seconds[count] = min(seconds[count], time.perf_counter() - started)
         return seconds
 
     # In a thread of its own, because OpenMP keeps a thread's helpers for as long as that thread lives.

@@ -24,6 +24,7 @@ import torch
 from rpft.data.asking import Asking
 from rpft.data.loader import DataSettings
 from rpft.errors import UserError
+from rpft.model.adapters import adapts_parameters
 from rpft.model.checkpoint import Checkpoint, read_config
 from rpft.model.merge import Merge
 from rpft.model.skeleton import build_model, cut
@@ -226,6 +227,9 @@ class Speaker:
         size = sum(parameter.nbytes for parameter in model.parameters())
         if size <= on_devices[0]:
             return model.to("cuda:0")
+        if adapts_parameters(model):
+            # An adapter of fused experts computes with the weight itself, which is not there while it is in RAM.
+            model = model.merge_and_unload()
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         limits: dict[int | str, int | str] = {**on_devices, "cpu": 2 * size}
         placed = infer_auto_device_map(model, limits, no_split_module_classes=list(base._no_split_modules or []))
