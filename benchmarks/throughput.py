@@ -178,6 +178,8 @@ class Run:
         self.failure = Failure()
         store = model.store_for(self.prepared)
         self.machinery = idle_machinery(self.prepared, store, self.failure, steps_before)
+        self.update_seconds: list[float] = []
+        """From the arrival of a step's last gradient to the last layer's update."""
 
     def start(self) -> None:
         """Builds the engine."""
@@ -193,6 +195,7 @@ class Run:
         def told(result: UpdateResult, seconds: float) -> None:
             loss = result.loss_sum / (self.step.rows * (self.step.sequence - 1))
             print(f"{result.step}: {loss:.4f} {seconds:.2f} s", end="; ", flush=True)
+            self.update_seconds.append(result.update_seconds)
 
         seconds = timed_steps(self.machinery, range(first, first + count), self.batches, told)
         print()
@@ -276,13 +279,14 @@ def measure(run: Run) -> list[dict[str, Any]]:
         ("VRAM by the bill", run.bill.device / 2**30, "GiB"),
         ("RAM, resident", rss / 2**30, "GiB"),
         ("RAM by the bill", run.bill.host / 2**30, "GiB"),
+        ("update behind the last gradient", statistics.median(run.update_seconds[-step.timed :]), "s"),
     ]
     if run.predicted_seconds is not None:
         figures.append(("tokens a second, predicted", tokens / run.predicted_seconds, "tok/s"))
     if arguments.trace is not None:
         name = f"{arguments.preset}_{step.rows}x{step.sequence}_{run.update}_{len(peaks)}.json"
         run.trace(1 + arguments.warm_up + step.timed, 3, arguments.trace / name)
-    return [{"case": case, "metric": m, "value": round(value, 2), "unit": unit} for m, value, unit in figures]
+    return [{"case": case, "metric": m, "value": round(value, 4), "unit": unit} for m, value, unit in figures]
 
 
 def main() -> int:
