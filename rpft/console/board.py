@@ -104,7 +104,9 @@ class Board:
             part = self._share_of_step()
             if part is not None and self._step < pace.num_steps:
                 after.append(f"  next {part:.0%}")
-            after.append(f"  ETA {duration(pace.seconds_left(self._step))}")
+            after.append(
+                f"  {self._record.step_seconds:.3g} s a step  ETA {duration(pace.seconds_left(self._step))}"
+            )
             if self._record.skipped_steps:
                 after.append(f"  skipped {self._record.skipped_steps}", style="bold red")
         bar = _bar(share, width - len(before) - len(after), ascii_only)
@@ -134,16 +136,18 @@ class Board:
             rate = record.tokens_per_second if mean is None else mean
             if watched.predicted_rate is not None:
                 line.append(f"  {rate / watched.predicted_rate:.0%} of predicted")
+            if watched.roof_rate is not None:
+                line.append(f"  {rate / watched.roof_rate:.0%} of roof")
             tflops = rate * watched.flops_per_token / watched.num_workers / 1e12
             line.append(f"  {tflops:.3g} TFLOP/s a {watched.worker_word}")
-        return line.append(f"  step {record.step_seconds:.3g} s")
+        return line
 
     def _memory(self, record: StepRecord) -> Text:
-        line = Text(f"RAM {gib(record.host_rss_bytes)}")
         if self._watched is None:
+            line = Text(f"RAM {gib(record.host_rss_bytes)}")
             line.append(f"  {gib(max(d['peak_bytes'] for d in record.devices))}/worker")
         else:
-            line.append(f" of {gib(self._watched.ram_bytes)}")
+            line = Text(f"RAM {record.host_rss_bytes / 2**30:.1f} of {self._watched.ram_bytes / 2**30:.1f} GiB")
         line.append(f"  optimizer {record.optimizer_seconds:.2g} s behind")
         if self._saved is not None:
             name, when = self._saved

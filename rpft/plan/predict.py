@@ -22,6 +22,8 @@ class Prediction:
     """How much shorter a step would be were compute, link, optimizer, fill and drain, or memory no limit."""
     bubble: float
     """Share of the workers' time in which they do not compute."""
+    roof_tokens_per_second: float
+    """What the same layers would do resident on every worker: see ``roof_seconds``. Without padding."""
 
     @property
     def limited_by(self) -> str:
@@ -36,6 +38,7 @@ class Prediction:
             "limited_by": self.limited_by,
             "saved_seconds": self.saved_seconds,
             "bubble_percent": 100 * self.bubble,
+            "roof_tokens_per_second": self.roof_tokens_per_second,
         }
 
 
@@ -55,7 +58,20 @@ def predict(plan: Plan, shape: StepShape, rates: Rates, tokens: float) -> Predic
         "fill-drain": computed - even,
     }
     least = {name: max(0.0, value) for name, value in saved.items()}
-    return Prediction(seconds, tokens / seconds, least, max(0.0, 1 - even / seconds))
+    bubble = max(0.0, 1 - even / seconds)
+    return Prediction(seconds, tokens / seconds, least, bubble, tokens / roof_seconds(plan, shape))
+
+
+def roof_seconds(plan: Plan, shape: StepShape) -> float:
+    """What the microbatches of a step take if the whole model lies on every worker and nothing else takes time.
+
+    Every layer runs forward, then recompute and backward, but the head, whose one pass is all of it: no transfer,
+    no optimizer, no wait. A plan spares the forwards of its fused stage, and what it keeps, so it may do better.
+    """
+    forward = sum(load.forward for load in shape.loads[:-1])
+    backward = sum(load.backward + load.recompute for load in shape.loads)
+    speed = sum(shape.speeds) if shape.speeds is not None else shape.num_workers
+    return shape.rounds * plan.num_microbatches * (forward + backward) / speed
 
 
 def even_seconds(plan: Plan, shape: StepShape) -> float:

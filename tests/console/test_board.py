@@ -50,6 +50,7 @@ def watched(workers=2, tasks=("slot 12 (backward stage [3..4]) microbatch 1", "a
         ram_bytes=62 * GIB,
         predicted_rate=40000.0,
         predicted_seconds=2.4,
+        roof_rate=41000.0,
         flops_per_token=1e10,
         worker_word="GPU",
         seen=seen(workers),
@@ -87,8 +88,10 @@ def test_every_figure_is_there_from_80_columns_up(width):
         "38000 tok/s",
         "mean 39322",
         "98% of predicted",
+        "96% of roof",
+        "2.5 s a step",
         "197 TFLOP/s a GPU",
-        "RAM 40.0 GiB of 62.0 GiB",
+        "RAM 40.0 of 62.0 GiB",
         "optimizer 0.31 s behind",
         "skipped 1",
         "saved step-00000020 just now",
@@ -105,6 +108,18 @@ def test_every_figure_is_there_from_80_columns_up(width):
         assert figure in text, figure
     assert max(map(len, text.splitlines())) <= width
     assert len(text.splitlines()) == len(board_after().lines(width, 30)), "no line is broken"
+
+
+def test_no_line_is_broken_on_80_columns_hours_later():
+    clock = iter([1000.0, 1000.0, 9_000.0, 9_000.0, 9_000.0])
+    board = Board(now=lambda: next(clock, 9_000.0))
+    board.begin(1, 9000, watched())
+    board.stepped(record(1))
+    board.saved("step-00001000")
+    board.stepped(record(1240, host_rss_bytes=400 * GIB, tokens_per_second=138_000.0, skipped_steps=12))
+    lines = board.lines(80, 30)
+    assert "h ago" in text_of(lines, 80)
+    assert len(text_of(lines, 80).splitlines()) == len(lines)
 
 
 @pytest.mark.parametrize("workers", [1, 8])

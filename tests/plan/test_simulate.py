@@ -12,6 +12,7 @@ from support.steps import makespan, random_step, slot_times
 
 from rpft.plan.costs import LayerLoad
 from rpft.plan.plan import Plan, Stage
+from rpft.plan.predict import predict, roof_seconds
 from rpft.plan.simulate import AT_ONCE, Rates, StepShape, step_seconds, steps_seconds
 
 seeds = st.integers(0, 10**6)
@@ -87,6 +88,16 @@ def even(blocks=8, **load):
         "layer",
     )
     return plan, StepShape(loads, 1, 0, 2, 1, False, slot_seconds=0.0)
+
+
+def test_the_roof_is_every_layer_forward_recomputed_and_backward_and_the_head_once():
+    plan, shape = even()
+    # 9 layers of 1 + 3 and the head of 3, for each of 4 microbatches, on 2 workers.
+    assert roof_seconds(plan, shape) == 4 * (9 * (1.0 + 3.0) + 3.0) / 2
+    assert roof_seconds(plan, replace(shape, rounds=3)) == 3 * roof_seconds(plan, shape)
+    assert roof_seconds(plan, replace(shape, speeds=(1.0, 0.5))) == roof_seconds(plan, shape) * 2 / 1.5
+    found = predict(plan, shape, replace(AT_ONCE, update=1.0), tokens=1000.0)
+    assert found.roof_tokens_per_second == 1000.0 / roof_seconds(plan, shape), "whatever else takes time"
 
 
 def test_uploads_downloads_and_the_optimizer_each_bound_a_step():
