@@ -41,6 +41,8 @@ class UpdateResult:
     """Skipped since the run began, this one included."""
     update_seconds: float = field(default=0.0, compare=False)
     """From the arrival of the last gradient to the last layer's update: how far it came behind the workers."""
+    layer_norms: tuple[float | None, ...] = ()
+    """As ``grad_norm``, of each layer; None: it has no trained weight of its own. Of a step passed over: ()."""
 
 
 class HostOptimizer:
@@ -129,7 +131,8 @@ class HostOptimizer:
 
     def _apply(self, update: Update) -> UpdateResult:
         ticket = update.ticket
-        norm = self._gradient_norm(update) / ticket.trained_tokens
+        squares = self._gradient_squares(update)
+        norm = math.sqrt(math.fsum(squares)) / ticket.trained_tokens
         self._wait(ticket.losses.ready, COMPUTE)
         landed = time.perf_counter()
         loss_sum = ticket.losses.total()
@@ -148,20 +151,24 @@ class HostOptimizer:
         self.updates_applied += not skipped
         seconds = time.perf_counter() - landed
         counts = self._skipped_in_a_row, self.skipped_steps
-        return UpdateResult(ticket.step, loss_sum, rate, norm, skipped, *counts, seconds)
+        layer_norms = tuple(
+            math.sqrt(square) / ticket.trained_tokens if layer.layout.num_trained > 0 else None
+            for layer, square in zip(self._store.layers, squares, strict=True)
+        )
+        return UpdateResult(ticket.step, loss_sum, rate, norm, skipped, *counts, seconds, layer_norms)
 
-    def _gradient_norm(self, update: Update) -> float:
-        """Norm of the gradient sum. Workers have squared their layers' gradients, all but those with two uses."""
-        square = 0.0
+    def _gradient_squares(self, update: Update) -> list[float]:
+        """The square of each layer's gradient sum. Workers have taken all but those of weights with two uses."""
+        squares = [0.0] * len(self._store.layers)
         for index in reversed(range(len(self._store.layers))):  # the order in which gradients land
             self._wait([update.ticket.landed[index]], GRADIENTS)
             if self._borrowed[index]:
                 parts = gradient_parts(self._store.layers[index], self._borrowed[index])
                 with span(f"norm of layer {index}"):
-                    square += sum(self._kernels.square_sum(gradients) for _, gradients in parts)
+                    squares[index] = sum(self._kernels.square_sum(gradients) for _, gradients in parts)
             else:
-                square += float(update.ticket.squares[index])
-        return math.sqrt(square)
+                squares[index] = float(update.ticket.squares[index])
+        return squares
 
     def _clip_coefficient(self, norm: float) -> float:
         """As ``torch.nn.utils.clip_grad_norm_``, whose 1e-6 keeps a zero norm from dividing."""

@@ -27,6 +27,7 @@ from rpft.train.checkpoint import TrainState, read_state, restore
 from rpft.train.faults import LOSS_SPIKE, keep_batches, not_finite, too_many_spikes
 from rpft.train.flight import Flight, to_host_batch
 from rpft.train.interrupts import Interrupted, Interrupts, StoppedAtOnce
+from rpft.train.layer_norms import LayerNormsFile
 from rpft.train.machinery import Machinery
 from rpft.train.metrics import EvalRecord, MetricsFile, PlanRecord, RewindRecord
 from rpft.train.planning import what_is_smaller
@@ -56,6 +57,7 @@ class Trainer:
         self._delayed = recipe.optimizer.update == "delayed"
         self.output_dir = Path(recipe.output_dir)
         self._metrics = MetricsFile(self.output_dir)
+        self._layer_norms = LayerNormsFile(self.output_dir)
         self._interrupts = Interrupts(reporter.say)
         self._saves = SaveLog(reporter)
         self._failure = Failure()
@@ -86,6 +88,7 @@ class Trainer:
             self._saves.last_checkpoint = resume_from
             self._state = replace(read_state(resume_from), run=self._state.run, about=self._state.about)
             missing = self._metrics.keep_until(self._state.step)
+            self._layer_norms.keep_until(self._state.step)
             if missing:
                 self._reporter.say(f"metrics.jsonl lacks {len(missing)} of the steps up to {self._state.step}")
             self._guard.begin(self._metrics.losses())
@@ -286,6 +289,7 @@ class Trainer:
         epoch = self._data.order.epoch(flight.step - 1)
         record = flight.record(result, seconds, epoch, self._prepared.devices)
         self._metrics.append(record)
+        self._layer_norms.append(flight.step, result.layer_norms)
         self._state = replace(
             self._state,
             step=flight.step,
@@ -334,6 +338,7 @@ class Trainer:
         self._saves.note(self._saver.take_reports())
         self._saves.last_checkpoint = checkpoint
         self._metrics.keep_until(state.step)
+        self._layer_norms.keep_until(state.step)
         self._metrics.append(RewindRecord(state.step, before.step, state.passed_over))
         self._guard.begin(self._metrics.losses())
         self._begin_at(state.step)
