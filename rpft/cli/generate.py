@@ -20,9 +20,9 @@ def generate(
         str,
         typer.Option(
             "--checkpoint",
-            metavar="latest|best|PATH",
-            help="Of a run: its result or else newest checkpoint, the one with the lowest evaluation loss, or one"
-            " by its folder or name.",
+            metavar="latest|best|base|PATH",
+            help="Of a run: its result or else newest checkpoint, the one with the lowest evaluation loss, the"
+            " model before training, or a checkpoint by its folder or name.",
         ),
     ] = "latest",
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="The longest answer.")] = 256,

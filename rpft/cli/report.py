@@ -16,6 +16,18 @@ def report(
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Where to. Without it RUN/report.html.")
     ] = None,
+    samples: Annotated[
+        bool,
+        typer.Option(
+            "--samples",
+            help="Have the model answer up to 4 rows as it was before training and as it is now, and show both. It"
+            " is loaded twice, as by rpft generate; the answers stay in RUN/samples.json.",
+        ),
+    ] = False,
+    base: Annotated[
+        str | None,
+        typer.Option("--base", metavar="DIR", help="For --samples: the base model, if not where the recipe says."),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print what the page says as JSON; a page is written with --html only.")
     ] = False,
@@ -28,6 +40,8 @@ def report(
 
         rpft report out/my-run --html my-run.html
 
+        rpft report out/my-run --samples
+
         rpft report out/my-run --json
     """
     from rpft.cli.train import quiet_libraries
@@ -36,6 +50,10 @@ def report(
     quiet_libraries()
     from rpft.train.run_report import report_run
 
+    if samples:
+        from rpft.train.samples import ask_samples
+
+        ask_samples(run, base, lambda line: typer.echo(line, err=True))
     found = report_run(run)
     path = html if html is not None or as_json else run / "report.html"
     if path is not None:

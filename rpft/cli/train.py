@@ -325,10 +325,12 @@ def _write_inputs(prepared: Prepared, told: list[str]) -> None:
     from rpft.files import write_whole
     from rpft.recipe.dump import dump_recipe
     from rpft.train.about import write_about
+    from rpft.train.samples import write_samples
 
     output_dir = Path(prepared.recipe.output_dir)
     write_whole(output_dir / "recipe.yaml", dump_recipe(prepared.recipe))
     prepared.write_plan_file()
     write_about(prepared, told)
+    write_samples(prepared.data, output_dir)
     if prepared.profile is not None:
         write_whole(output_dir / "profile.json", prepared.profile.to_json())

@@ -9,6 +9,9 @@ from html import escape
 from typing import Any, Literal
 
 from rpft.console.run_charts import charts_side_by_side, time_of
+from rpft.console.run_facts import facts_side_by_side
+from rpft.console.run_idle import idle_bars
+from rpft.console.run_samples import samples_side_by_side
 from rpft.draw import page
 from rpft.draw.chart import stroke_key
 from rpft.draw.chart_style import STYLE
@@ -78,6 +81,14 @@ def render_comparison(compared: Comparison) -> str:
                 charts_side_by_side(compared.runs),
                 css_class="long",
             ),
+            *_traced(compared),
+            *_samples(compared),
+            page.section(
+                "Data, machine, plan",
+                "<p class='soft'>What is alike in all stands once.</p>",
+                *facts_side_by_side(compared.runs, _head(compared, "")),
+                css_class="long",
+            ),
             f"<p class='soft'>Made {time.strftime('%Y-%m-%d %H:%M')}.</p>",
         ],
         STYLE,
@@ -121,6 +132,27 @@ def _what(report: RunReport) -> str:
 def _head(compared: Comparison, first: str, css_class: str = "") -> str:
     cells = "".join(f"<th{css_class}>{stroke_key(i, name)}</th>" for i, name in enumerate(compared.runs))
     return f"<thead><tr><th>{first}</th>{cells}</tr></thead>"
+
+
+def _traced(compared: Comparison) -> Iterator[str]:
+    """The workers of each run's last traced step."""
+    workers, steps, causes = [], [], {}
+    for name, run in compared.runs.items():
+        if run.traces and run.traces[-1].idle:
+            step, causes = run.traces[-1].idle[-1], run.traces[-1].causes
+            workers += [(f"{name}, {worker['worker']}", worker) for worker in step["workers"]]
+            steps.append(f"{step['step']} of {name}")
+    if workers:
+        told = f"Step {', '.join(steps)}; the pictures are on the runs' own pages."
+        yield page.section(
+            "Where the workers' time went", f"<p class='soft'>{escape(told)}</p>", idle_bars(workers, causes)
+        )
+
+
+def _samples(compared: Comparison) -> Iterator[str]:
+    found = samples_side_by_side(compared.runs)
+    if found:
+        yield page.section("Samples before and after", found, css_class="long")
 
 
 def _final(compared: Comparison) -> Iterator[str]:

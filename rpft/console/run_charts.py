@@ -11,6 +11,7 @@ from rpft.console.text import duration
 from rpft.draw.chart import Chart, Line, Mark, draw, label_width
 from rpft.draw.chart_style import MOST_LINES
 from rpft.draw.figures import short
+from rpft.draw.heatmap import Heatmap
 from rpft.draw.scale import Point
 from rpft.train.run_report import RunReport
 
@@ -59,7 +60,7 @@ def charts_of(report: RunReport) -> str:
             marks=marks,
         ),
     ]
-    return _grid(charts)
+    return _grid([*_drawn(charts), _layer_norms(report).draw()])
 
 
 def charts_side_by_side(runs: Mapping[str, RunReport]) -> str:
@@ -106,7 +107,11 @@ def charts_side_by_side(runs: Mapping[str, RunReport]) -> str:
         ),
         Chart("RAM", lines(lambda line: line["host_rss_bytes"] / host_scale), short, host_unit, zero=True),
     ]
-    return _grid([replace(chart, values_in_names=False) for chart in charts])
+    heats = [_layer_norms(run, f"Gradient norm of each layer, {name}") for name, run in runs.items()]
+    limits = [each for heat in heats if (each := heat.limits()) is not None]
+    shared = (min(low for low, _ in limits), max(high for _, high in limits)) if limits else None
+    drawn = _drawn([replace(chart, values_in_names=False) for chart in charts])
+    return _grid(drawn) + _grid([heat.draw(shared) for heat in heats])
 
 
 def marks_of(report: RunReport) -> list[Mark]:
@@ -206,6 +211,17 @@ def _worker_memory(steps: Sequence[dict[str, Any]], marks: Sequence[Mark]) -> Ch
     return Chart("Memory of workers", lines, short, f"{unit}, peak so far", zero=True, marks=marks)
 
 
+def _layer_norms(report: RunReport, title: str = "Gradient norm of each layer") -> Heatmap:
+    """Those layers that have any, the embedding at the bottom."""
+    lines = report.layer_norms
+    count = max((len(line["norms"]) for line in lines), default=0)
+    lines = [line for line in lines if len(line["norms"]) == count]  # steps that were passed over have none
+    trained = [layer for layer in range(count) if any(line["norms"][layer] for line in lines)]
+    names = ["embedding" if layer == 0 else "head" if layer == count - 1 else f"{layer}" for layer in trained]
+    columns = [(line["step"], [line["norms"][layer] for layer in trained]) for line in lines]
+    return Heatmap(title, names, columns if trained else [], "before clipping")
+
+
 def _joined(names: Sequence[str]) -> str:
     return (
         names[0]
@@ -220,6 +236,10 @@ def _unit(num_bytes: float) -> tuple[str, int]:
     return next((unit for unit in _UNITS if num_bytes >= unit[1]), _UNITS[-1])
 
 
-def _grid(charts: Sequence[Chart]) -> str:
+def _drawn(charts: Sequence[Chart]) -> list[str]:
     right = label_width(charts)
-    return "\n".join(["<div class='charts'>", *(draw(chart, right) for chart in charts), "</div>"])
+    return [draw(chart, right) for chart in charts]
+
+
+def _grid(figures: Sequence[str]) -> str:
+    return "\n".join(["<div class='charts'>", *figures, "</div>"])

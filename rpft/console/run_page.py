@@ -10,31 +10,16 @@ from html import escape
 from typing import Any
 
 from rpft.console.run_charts import charts_of, events_of, time_of
+from rpft.console.run_facts import machine_of, plan_of
+from rpft.console.run_idle import idle_bars
+from rpft.console.run_samples import samples_of
 from rpft.draw import page
 from rpft.draw.chart_style import STYLE
-from rpft.draw.colours import KINDS
-from rpft.draw.figures import count, duration, short
+from rpft.draw.figures import count
 from rpft.draw.scale import NOISY_FROM
 from rpft.plan.bill import gib
 from rpft.recipe.dump import dump_recipe
-from rpft.train.about import machine_facts
-from rpft.train.run_report import RunReport, TracedSteps
-
-_CAUSE_FILLS = dict(
-    zip(
-        ("input", "input copy", "weights", "optimizer", "gradients", "launch", "no work"),
-        (
-            KINDS["activations"],
-            "#7fcfb2",
-            KINDS["weights"],
-            KINDS["optimizer"],
-            KINDS["gradients"],
-            "#8c8c8c",
-            "#c4c4c4",
-        ),
-        strict=True,
-    )
-)
+from rpft.train.run_report import RunReport
 
 
 def render_run(report: RunReport) -> str:
@@ -50,11 +35,12 @@ def render_run(report: RunReport) -> str:
     if report.traces:
         body.append(page.section("A traced step", *_trace(report)))
     body += [
+        page.section("Samples before and after", samples_of(report), css_class="long"),
         "<div class='columns'>",
         page.section("Data", *_data(report)),
         page.section("What it left", page.facts(_left(report))),
         "</div><div class='columns'>",
-        page.section("Machine and versions", page.facts(_machine(report))),
+        page.section("Machine and versions", page.facts(machine_of(report))),
         page.section("Plan", *_plan(report)),
         "</div>",
         page.section(
@@ -98,6 +84,7 @@ def _figures(report: RunReport) -> Iterator[tuple[str, str, str]]:
     speed = totals.tokens_per_second
     if speed is not None:
         share = f", {speed / report.predicted:.0%} of predicted" if report.predicted else ""
+        share += f", {speed / report.roof:.0%} of the roof" if report.roof else ""
         yield "speed", f"{speed:,.0f}", f"tokens a second{share}"
     yield "tokens", count(totals.tokens), f"{count(totals.trained_tokens)} of them trained"
     yield "time in steps", time_of(totals.training_seconds), "evaluations and start not counted"
@@ -132,44 +119,9 @@ def _trace(report: RunReport) -> Iterator[str]:
         "<div class='scroll' tabindex='0' role='region' aria-label='timeline'><img class='trace'"
         f" alt='What each stream did in {escape(trace.name)}' src='data:image/svg+xml;base64,{picture}'></div>"
     )
-    yield from _idle(trace)
-
-
-def _idle(trace: TracedSteps) -> Iterator[str]:
-    """What each worker waited for, of the last traced step."""
-    if not trace.idle:
-        return
-    step = trace.idle[-1]
-    yield f"<h3>Where the workers' time went in step {step['step']}</h3>"
-    seen: dict[str, None] = {}
-    rows = []
-    for worker in step["workers"]:
-        window = worker["window_seconds"] or 1.0
-        parts = [("busy", worker["busy_seconds"] / window, KINDS["backward"])]
-        parts += [
-            (cause, seconds / window, _CAUSE_FILLS.get(cause, "#c4c4c4"))
-            for cause, seconds in worker["idle_seconds"].items()
-            if seconds / window >= 0.001
-        ]
-        seen |= dict.fromkeys(name for name, _, _ in parts)
-        said = ", ".join(f"{name} {share:.1%}" for name, share, _ in parts)
-        drawn, at = [], 0.0
-        for _, share, fill in parts:
-            drawn.append(f"<i style='left:{at:.2%};width:{share:.2%};background:{fill}'></i>")
-            at += share
-        rows.append(
-            f"<span>{escape(worker['worker'])}</span><i class='shares' role='img' aria-label='{escape(said)}'"
-            f" title='{escape(said)}'>{''.join(drawn)}</i><span>{parts[0][1]:.0%} busy</span>"
-        )
-    yield f"<div class='bars'>{''.join(rows)}</div>"
-    fills = {"busy": KINDS["backward"], **_CAUSE_FILLS}
-    entries = (
-        f"<li title='{escape(trace.causes.get(name, ''))}'>{page.key(fills.get(name, '#c4c4c4'), name)}</li>"
-        for name in seen
-    )
-    yield f"<ul class='keys'>{''.join(entries)}</ul>"
-    waited = [(name, trace.causes[name]) for name in seen if name in trace.causes]
-    yield f"<p class='soft'>{escape('; '.join(f'{name}: waited for {cause}' for name, cause in waited))}</p>"
+    if trace.idle:
+        yield f"<h3>Where the workers' time went in step {trace.idle[-1]['step']}</h3>"
+        yield idle_bars([(worker["worker"], worker) for worker in trace.idle[-1]["workers"]], trace.causes)
 
 
 def _data(report: RunReport) -> Iterator[str]:
@@ -224,47 +176,13 @@ def _left(report: RunReport) -> Iterator[tuple[str, str]]:
         yield "trace", f"traces/{trace.name}.json"
 
 
-def _machine(report: RunReport) -> Iterator[tuple[str, str]]:
-    if not report.about:
-        yield "machine", "not known: the run was begun before rpft left an about.json"
-        return
-    yield from machine_facts(report.about)
-    yield "kernels", report.about["kernels"]
-    yield from ((name, number) for name, number in report.about["versions"].items())
-
-
 def _plan(report: RunReport) -> Iterator[str]:
-    plan = report.plan
-    if not plan:
+    if not report.plan:
         yield "<p>No plan.json is there.</p>"
         return
-    facts = [
-        ("forward stages", _stages(plan["forward"])),
-        ("backward stages", f"{_stages(plan['backward'])}; the first is fused with its forward"),
-        ("microbatches a round", f"{plan['num_microbatches']}, of {plan['micro_batch_size']} row(s)"),
-        ("rounds a step", f"{plan['rounds']}"),
-        ("recompute", f"by {plan['recompute']}"),
-    ]
-    memory = plan["memory"]
-    facts.append(
-        ("memory by the plan", f"each worker {gib(memory['vram_bytes'])}, RAM {gib(memory['host_bytes'])}")
-    )
-    predicted = plan["predicted"]
-    if predicted:
-        facts.append(
-            (
-                "predicted",
-                f"{short(predicted['tokens_per_second'])} tokens/s, {duration(predicted['step_seconds'])} a step,"
-                f" bubble {predicted['bubble_percent']:.1f}%, limited by {predicted['limited_by']}",
-            )
-        )
-    yield page.facts(facts)
+    yield page.facts(plan_of(report))
     told = report.about.get("told")
     if told:
         lines = "\n".join(told)
         yield f"<details><summary>What the run said when it began</summary><pre>{escape(lines)}</pre></details>"
-    yield f"<details><summary>plan.json</summary><pre>{escape(json.dumps(plan))}</pre></details>"
-
-
-def _stages(stages: list[list[int]]) -> str:
-    return " ".join(f"[{first}..{last}]" for first, last in stages) or "none"
+    yield f"<details><summary>plan.json</summary><pre>{escape(json.dumps(report.plan))}</pre></details>"

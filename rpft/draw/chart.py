@@ -169,14 +169,14 @@ class _Frame:
         for tick, said in zip(ticks, tick_texts(ticks), strict=True):
             y = self.y(tick)
             parts.append(f"<line class='grid' x1='{_LEFT}' x2='{self.right:.1f}' y1='{y:.1f}' y2='{y:.1f}'/>")
-            parts.append(_text(_LEFT - 6, y + 4, said, "end"))
+            parts.append(svg_text(_LEFT - 6, y + 4, said, "end"))
         ticks = self.x_scale.ticks(7)
         for tick, said in zip(ticks, tick_texts(ticks), strict=True):
-            parts.append(_text(self.x(tick), self.bottom + 16, said, "middle"))
+            parts.append(svg_text(self.x(tick), self.bottom + 16, said, "middle"))
         parts.append(
             f"<line class='grid' x1='{_LEFT}' x2='{self.right:.1f}' y1='{self.bottom}' y2='{self.bottom}'/>"
         )
-        parts.append(_text((_LEFT + self.right) / 2, self.bottom + 31, self.chart.x_name, "middle"))
+        parts.append(svg_text((_LEFT + self.right) / 2, self.bottom + 31, self.chart.x_name, "middle"))
         return parts
 
     def references(self) -> list[str]:
@@ -225,7 +225,7 @@ class _Frame:
             if row is not None:  # where all rows are full, the list of events has to do
                 taken[row] = left + width + 6
                 place, anchor = (x + 4, "start") if fits_right else (x - 4, "end")
-                parts.append(_text(place, _TOP + 10 + _LINE * row, mark.name, anchor, "event"))
+                parts.append(svg_text(place, _TOP + 10 + _LINE * row, mark.name, anchor, "event"))
         return parts
 
     def outside(self, beyond: Sequence[Point]) -> list[str]:
@@ -261,7 +261,7 @@ class _Frame:
                     f"<path class='lead' d='M{end + 3:.1f} {y:.1f} L{self.right + 1:.1f} {y:.1f}"
                     f" L{self.right + 8:.1f} {place:.1f}'/>"
                 )
-            parts.append(_text(self.right + 10, place + 4, name, "start", css_class))
+            parts.append(svg_text(self.right + 10, place + 4, name, "start", css_class))
         return parts
 
     def tips(self) -> list[str]:
@@ -304,7 +304,7 @@ def _apart(wanted: Sequence[float], low: float, high: float) -> list[float]:
     return places
 
 
-def _text(x: float, y: float, content: str, anchor: str, css_class: str = "") -> str:
+def svg_text(x: float, y: float, content: str, anchor: str, css_class: str = "") -> str:
     named = f" class='{css_class}'" if css_class else ""
     side = "" if anchor == "start" else f" text-anchor='{anchor}'"
     return f"<text x='{x:.1f}' y='{y:.1f}'{side}{named}>{escape(content)}</text>"

@@ -63,6 +63,7 @@ td .meter { width: 9rem; height: .45rem; background: var(--idle); display: block
 td .meter + .meter { margin-top: 1px; height: .3rem; } td .meter i { display: block; height: 100%; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; margin: 0; font-size: .92rem; }
 dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
+dl.sample { border-top: 1px solid var(--line); padding: .5rem 0; } dl.sample pre { margin: .1rem 0; }
 pre { font-size: .85rem; line-height: 1.4; white-space: pre-wrap; overflow-wrap: anywhere; }
   summary { cursor: pointer; } pre.wide { columns: 26rem; margin: 0; }
 .beside { display: flex; flex-wrap: wrap; gap: 0 3.5rem; } .beside > * { min-width: 0; max-width: 100%; }

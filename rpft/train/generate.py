@@ -10,10 +10,11 @@ read from the model's own safetensors files, at the rate of the disk.
 from __future__ import annotations
 
 import copy
+import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ from rpft.plan.bill import available_host_bytes, gib
 from rpft.train.export import base_folder, generation_config, open_trained, write_adapter
 from rpft.train.job import read_scaled_config
 from rpft.train.rows import load_tokenizer
-from rpft.train.run_folder import LATEST, TrainedFolder, asked_as_trained, open_run, read_json
+from rpft.train.run_folder import BASE, LATEST, TrainedFolder, asked_as_trained, open_run, read_json
 
 _RAM_SHARE = 0.9
 """Of the RAM that is free, for weights."""
@@ -88,6 +89,7 @@ class Speaker:
         self._model: Any = None
 
     def close(self) -> None:
+        self._model = None
         self._cleanup.close()
 
     def answer(
@@ -103,14 +105,25 @@ class Speaker:
 
         ``temperature`` 0: always the likeliest token. UserError where the model has too few positions.
         """
-        source = self._source
-        ids = source.asking.ids(prompt, system)
-        positions = getattr(source.config.get_text_config(), "max_position_embeddings", None)
-        if positions is not None and len(ids) + max_new_tokens > positions:
+        ids = self._source.asking.ids(prompt, system)
+        if len(ids) + max_new_tokens > self._positions():
             raise UserError(
                 f"the prompt has {len(ids)} tokens and --max-new-tokens is {max_new_tokens}; the model has"
-                f" {positions} positions in all"
+                f" {self._positions()} positions in all"
             )
+        return self.answer_ids(ids, max_new_tokens=max_new_tokens, temperature=temperature, write=write)
+
+    def answer_ids(
+        self,
+        ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        write: Callable[[str], None] = lambda text: None,
+    ) -> Answer:
+        """As ``answer``, of a prompt that is already tokens; the answer is shorter where positions end."""
+        source, ids = self._source, list(ids)
+        max_new_tokens = min(max_new_tokens, self._positions() - len(ids))
         if self._model is None:
             self._model = self._load(len(ids) + max_new_tokens)
         ends = generation_config(source.folder, source.config, source.asking.end_ids())["eos_token_id"]
@@ -126,6 +139,14 @@ class Speaker:
         ended = bool(said) and said[-1] in ends
         text = source.tokenizer.decode(said, skip_special_tokens=True)
         return Answer(text, len(ids), len(said), ended, time.monotonic() - began)
+
+    def text(self, ids: Sequence[int], special: bool = False) -> str:
+        """What ``ids`` say; ``special``: special tokens, too."""
+        return self._source.tokenizer.decode(list(ids), skip_special_tokens=not special)
+
+    def _positions(self) -> int:
+        found = getattr(self._source.config.get_text_config(), "max_position_embeddings", None)
+        return sys.maxsize if found is None else found
 
     def _device(self) -> torch.device:
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -153,7 +174,13 @@ class Speaker:
 
     def _find_run(self) -> _Source:
         run = open_run(self._path)
-        recipe, trained = run.recipe, run.find(self._checkpoint)
+        recipe = run.recipe
+        if self._checkpoint == BASE:
+            folder = base_folder(run, self._base)
+            tokenizer, asking = asked_as_trained(run, None, folder)
+            config, dtype = read_scaled_config(recipe, folder), getattr(torch, recipe.model.dtype)
+            return _Source(f"the base model of {run.path}", folder, config, dtype, tokenizer, asking)
+        trained = run.find(self._checkpoint)
         whole = recipe.adapter is None and trained.state is None
         folder = trained.path if whole else base_folder(run, self._base)
         config = read_config(folder) if whole else read_scaled_config(recipe, folder)

@@ -1,4 +1,4 @@
-"""layer_norms.jsonl: the gradient norm of each layer, of fewer steps the longer a run, so that the file stays small."""
+"""layer_norms.jsonl: the gradient norm of each layer, of fewer steps the longer a run, so that it stays small."""
 
 from __future__ import annotations
 

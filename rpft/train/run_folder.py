@@ -23,7 +23,7 @@ from rpft.train.resume import result_folder
 from rpft.train.rows import data_settings, load_tokenizer, use_template
 
 RECIPE_FILE = "recipe.yaml"
-LATEST, BEST = "latest", "best"
+LATEST, BEST, BASE = "latest", "best", "base"
 
 
 @dataclass(frozen=True)
@@ -162,10 +162,13 @@ def trained_tensors(trained: TrainedFolder, layouts: list[LayerLayout], peft_mod
     return TrainedTensors({name: (file, key) for name, key in names_in_file(peft_model, layouts).items()}, shapes)
 
 
-def asked_as_trained(run: RunFolder, trained: TrainedFolder, base: Path) -> tuple[Any, Asking]:
-    """The tokenizer with the chat template that the run's rows had, and how the model is asked with it."""
+def asked_as_trained(run: RunFolder, trained: TrainedFolder | None, base: Path) -> tuple[Any, Asking]:
+    """The tokenizer with the chat template that the run's rows had, and how the model is asked with it.
+
+    ``trained``: None where nothing that the run has saved is looked at.
+    """
     spec = run.recipe.data
-    if trained.state is None:
+    if trained is not None and trained.state is None:
         tokenizer = load_tokenizer(trained.path)  # saved with the result
     else:
         tokenizer = use_template(load_tokenizer(base), spec)

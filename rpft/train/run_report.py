@@ -12,9 +12,11 @@ from typing import Any, Literal
 from rpft.errors import UserError
 from rpft.train.about import ABOUT_FILE
 from rpft.train.checkpoint import fault
+from rpft.train.layer_norms import LayerNormsFile
 from rpft.train.planning import PLAN_FILE
 from rpft.train.run_folder import RunFolder, open_run, read_json
 from rpft.train.run_lock import holder
+from rpft.train.samples import Sample, read_samples
 from rpft.train.tracing import TRACES_FOLDER
 
 Standing = Literal["finished", "running", "stopped"]
@@ -92,6 +94,10 @@ class RunReport:
     """None until there is a result."""
     traces: list[TracedSteps]
     totals: Totals
+    samples: list[Sample]
+    """Those that the model has answered."""
+    layer_norms: list[dict[str, Any]]
+    """Lines of layer_norms.jsonl, {step, norms}; norms of layers of which no one is known are null."""
 
     @property
     def name(self) -> str:
@@ -108,6 +114,12 @@ class RunReport:
         told = self.plan.get("predicted")
         return told["tokens_per_second"] if told else None
 
+    @property
+    def roof(self) -> float | None:
+        """Tokens a second of the same layers resident, by the plan; None of plans from before it said so."""
+        told = self.plan.get("predicted")
+        return told.get("roof_tokens_per_second") if told else None
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON; steps are counted and summed, each stands in metrics.jsonl."""
         return {
@@ -122,6 +134,7 @@ class RunReport:
             "checkpoints": [asdict(each) for each in self.checkpoints],
             "result": None if self.result_bytes is None else str(self.run.result),
             "traces": [str(trace.picture) for trace in self.traces],
+            "samples": [asdict(each) for each in self.samples],
             "about": self.about,
             "plan": self.plan,
             "recipe": self.run.recipe.model_dump(mode="json"),
@@ -162,6 +175,8 @@ def report_run(path: Path) -> RunReport:
         result_bytes=result_bytes,
         traces=_traces(path / TRACES_FOLDER),
         totals=_totals(steps, evaluations, about),
+        samples=[sample for sample in read_samples(path) if sample.answered],
+        layer_norms=LayerNormsFile(path).lines(),
     )
 
 

@@ -4,10 +4,12 @@ import json
 import re
 import shutil
 import signal
+from html import escape
+from pathlib import Path
 
 import pytest
 from support.pages import assert_whole_and_alone, in_browser, needs_browser, visible
-from support.recipes import run_rpft, watch
+from support.recipes import chats, run_rpft, watch
 
 from rpft.train.run_compare import read_runs
 from rpft.train.run_lock import RunLock, holder
@@ -52,6 +54,7 @@ def test_the_page_of_a_finished_run_says_all_that_the_run_left(runs, tmp_path):
     report = report_run(runs[0])
     for title in ("Loss", "Learning rate", "Gradient norm", "Tokens a second", "Memory of workers", "RAM"):
         assert f"<figcaption>{title}" in text
+    assert "<figcaption>Gradient norm of each layer" in text
     for said in (
         "Finished, step 6 of 6",
         "LoRA of rank 4",
@@ -101,6 +104,41 @@ def test_the_json_has_what_metrics_jsonl_says_and_writes_nothing(copy):
     assert [each["name"] for each in told["checkpoints"]] == ["step-00000003", "step-00000006"]
     assert told["recipe"]["adapter"]["r"] == 4
     assert told["about"]["data"]["train"][0]["rows"] == 24
+
+
+def test_samples_are_what_generate_says_before_and_after_training(copy, tmp_path):
+    assert "rpft report RUN --samples" in visible(page_of(copy, tmp_path))
+    assert json.loads(run_rpft("report", str(copy), "--json").out)["samples"] == []
+    text = page_of(copy, tmp_path, "--samples")
+    samples = json.loads(run_rpft("report", str(copy), "--json").out)["samples"]
+    assert len(samples) == 4
+    config = json.loads((Path(report_run(copy).run.recipe.model.path) / "config.json").read_text())
+    positions = config["max_position_embeddings"]
+    rows = chats(5, seed=99)  # the evaluation rows of a project
+    for sample, row in zip(samples, rows, strict=False):
+        question, answer = (message["content"] for message in row["messages"][:2])
+        assert (sample["held_out"], sample["wanted"].strip()) == (True, answer)
+        assert f"user\n{question}<|im_end|>" in sample["asked"]
+        most = str(min(128, positions - len(sample["prompt"])))
+        for checkpoint, said in (("base", sample["before"]), ("latest", sample["after"])):
+            words = ["generate", str(copy), question, "--checkpoint", checkpoint, "--max-new-tokens", most]
+            assert json.loads(run_rpft(*words, "--json").out)["text"] == said
+        assert escape(sample["asked"].strip()) in text
+        assert escape(sample["after"].strip()) in text
+    assert "After: the finished result of" in visible(text)
+
+
+def test_samples_of_a_run_under_way_or_without_questions_are_refused(copy):
+    lock = RunLock(copy)
+    lock.take()
+    try:
+        ran = run_rpft("report", str(copy), "--samples")
+    finally:
+        lock.release()
+    assert (ran.code, "is in use by a run" in ran.err) == (2, True)
+    (copy / "samples.json").unlink()
+    ran = run_rpft("report", str(copy), "--samples")
+    assert (ran.code, "no questions in samples.json" in ran.err) == (2, True)
 
 
 def test_a_run_under_way_is_read_up_to_the_last_whole_line(copy, tmp_path):
@@ -220,6 +258,28 @@ def test_a_comparison_as_page_table_and_json_says_the_same(runs, tmp_path):
     assert f"✓ {best:.4f}" in seen
 
 
+def test_a_comparison_has_layers_workers_facts_and_samples_side_by_side(runs, copy, tmp_path):
+    other = shutil.copytree(runs[1], tmp_path / "other")
+    path = tmp_path / "compared.html"
+    for run in (copy, other):
+        assert run_rpft("report", str(run), "--samples").code == 0
+    assert run_rpft("compare", str(copy), str(other), "--html", str(path)).code == 0
+    text = path.read_text(encoding="utf-8")
+    assert_whole_and_alone(text)
+    seen = visible(text)
+    for said in (
+        f"Gradient norm of each layer, {copy.name}".replace("&", "&amp;"),
+        "Gradient norm of each layer, other",
+        "Step 4 of a copy",
+        "training rows 24, ",
+        "forward stages",
+        "after, other",
+    ):
+        assert said in seen, said
+    sample = report_run(other).samples[0]
+    assert text.count(escape(sample.asked.strip())) == 1, "asked once, answered by both"
+
+
 def test_runs_of_one_name_are_told_apart_by_their_folders(runs, tmp_path):
     copies = [shutil.copytree(runs[0], tmp_path / name / "out") for name in ("x", "y")]
     compared = read_runs(copies, 8)
@@ -268,7 +328,7 @@ def test_in_a_browser_the_charts_fit_and_are_read_at_any_width_light_and_dark(
 ):
     path = tmp_path / "compared.html"
     assert run_rpft("compare", *map(str, runs), "--html", str(path)).code == 0
-    for text, charts in ((page_of(runs[0], tmp_path), 6), (path.read_text(encoding="utf-8"), 8)):
+    for text, charts in ((page_of(runs[0], tmp_path), 7), (path.read_text(encoding="utf-8"), 8 + len(runs))):
         with_script = text.replace("</body>", f"<script>{_MEASURE}</script></body>")
         found = in_browser(with_script, tmp_path, width, dark)
         assert found["page"] <= found["window"] + 1
