@@ -461,7 +461,7 @@ def test_a_missing_file_and_a_folder_are_explained(recipe_file: Path) -> None:
         load_recipe("nope.yaml")
     with pytest.raises(UserError, match=r"`rpft recipes copy quickstart` makes the shipped recipe yours"):
         load_recipe("quickstart")
-    with pytest.raises(UserError, match="cannot read the recipe"):
+    with pytest.raises(UserError, match="that is a folder; a recipe is a YAML file"):
         load_recipe(".")
 
 

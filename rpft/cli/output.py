@@ -1,10 +1,27 @@
-"""Files that a verb writes because an option asks for them."""
+"""Files and folders that a verb writes because an option or a recipe asks for them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from rpft.errors import UserError
+
+
+def check_output_dir(path: Path) -> None:
+    """UserError where ``path``, a recipe's output_dir, can be no folder."""
+    wrong = next((each for each in (path, *path.absolute().parents) if each.exists() and not each.is_dir()), None)
+    if wrong is not None:
+        raise UserError(f"output_dir {path}: {wrong} is a file; give a folder, there or to be made")
+
+
+def make_output_dir(path: Path) -> None:
+    """Makes a recipe's output_dir; UserError where that cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"output_dir {path}: cannot be made: {error.strerror}; give another folder (output_dir=FOLDER)"
+        ) from error
 
 
 def check_output(option: str, path: Path | None) -> None:

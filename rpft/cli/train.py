@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from rpft.cli.output import check_output_dir, make_output_dir
 from rpft.errors import EXIT_SIGNAL, RunFault, UserError
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def train(
     from rpft.recipe.load import load_recipe
 
     settings = load_recipe(recipe, overrides or [])
+    check_output_dir(Path(settings.output_dir))
     if dry_run:
         _dry_run(settings)
         return
@@ -167,7 +169,7 @@ def _train(
 
     prepared = prepare(settings, say)
     changes = [] if checkpoint is None else compare_runs(checkpoint, prepared, force)
-    output_dir.mkdir(parents=True, exist_ok=True)
+    make_output_dir(output_dir)
     lock.take()
     if checkpoint is None:
         find_checkpoint(settings, False)  # another run may have begun here while this one was prepared

@@ -19,6 +19,7 @@ from rpft.data.loader import DataSettings
 from rpft.data.report import SourceReport
 from rpft.data.rows import Block, BlockWriter, map_block
 from rpft.data.sources import Source, files_of
+from rpft.errors import UserError
 from rpft.files import digest
 
 CACHED_FROM_BYTES = 16 << 20
@@ -91,8 +92,14 @@ def write_cached(
 @contextmanager
 def _new_folder(folder: Path, key: str) -> Iterator[Path]:
     """A folder that gets its name when it is whole, and is gone when it never is."""
-    folder.mkdir(parents=True, exist_ok=True)
-    place = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=folder))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        place = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=folder))
+    except OSError as error:
+        raise UserError(
+            f"data.token_cache {folder}: nothing can be kept there: {error.strerror}; name another folder, or set"
+            " data.token_cache to off"
+        ) from error
     try:
         yield place
         shutil.rmtree(folder / key, ignore_errors=True)

@@ -186,8 +186,10 @@ class ChatRenderer:
         try:
             return rendering()
         except jinja2.TemplateSyntaxError as error:
+            whose = "data.chat_template" if self._chat_template else "of the tokenizer in model.path"
             raise UserError(
-                f"The chat template (data.chat_template) is not valid jinja, line {error.lineno}: {error.message}"
+                f"The chat template ({whose}) is not valid jinja, line {error.lineno}: {error.message}. Correct"
+                " it, or name another in data.chat_template"
             ) from error
         except Exception as error:
             # A template is a program that meets the row's own values: whatever it raises is about this row.

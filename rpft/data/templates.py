@@ -40,8 +40,10 @@ def read_template(name_or_path: str) -> str:
             f"data.chat_template {name_or_path}: no such file, and no template of that name; {advice}"
             f"There are {', '.join(shipped_templates())}."
         ) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"data.chat_template {name_or_path}: {error}") from error
+    except OSError as error:
+        raise UserError(f"data.chat_template {name_or_path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"data.chat_template {name_or_path}: {error}; save it as UTF-8") from error
 
 
 @functools.lru_cache(maxsize=16)

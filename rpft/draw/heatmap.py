@@ -57,10 +57,10 @@ class Heatmap:
 
     def draw(self, limits: tuple[float, float] | None = None) -> str:
         """As an HTML figure. ``limits``: of the colours, where several pictures share them."""
-        limits = limits or self.limits()
-        if limits is None:
+        own = self.limits()
+        if own is None:
             return ""
-        return "\n".join(_Picture(self, self._binned(), limits).parts())
+        return "\n".join(_Picture(self, self._binned(), limits or own).parts())
 
 
 class _Picture:

@@ -40,13 +40,21 @@ _HUB_WEIGHTS = "*.safetensors"
 _HUB_FILES = ["*.json", _HUB_WEIGHTS, "*.jinja", "*.txt", "*.model", "tokenizer*"]
 
 
-def resolve_checkpoint(path: str, revision: str | None, weights: bool = True) -> Path:
-    """The local folder of a checkpoint: ``path`` itself, or the hub's snapshot, with or without weights."""
-    folder = Path(path)
-    if folder.is_dir():
-        return folder
+def refuse_no_model(path: str) -> None:
+    """UserError where ``path`` is neither a folder nor could be a hub id."""
+    if Path(path).is_dir():
+        return
+    if Path(path).is_file():
+        raise UserError(f"model.path {path!r}: that is a file; the folder that it is in may be the checkpoint")
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise UserError(f"model.path {path!r}: no such folder, and not a hub id of the form owner/name")
+
+
+def resolve_checkpoint(path: str, revision: str | None, weights: bool = True) -> Path:
+    """The local folder of a checkpoint: ``path`` itself, or the hub's snapshot, with or without weights."""
+    refuse_no_model(path)
+    if Path(path).is_dir():
+        return Path(path)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -151,7 +159,7 @@ def _names_in(file: Path) -> list[str]:
         with safe_open(file, framework="pt") as handle:
             return list(handle.keys())
     except Exception as error:  # safetensors raises a type of its own that it does not export
-        raise UserError(f"{file}: not a whole safetensors file ({error})") from error
+        raise UserError(f"{file}: not a whole safetensors file ({error}); download or copy it again") from error
 
 
 def load_checkpoint(

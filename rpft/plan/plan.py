@@ -149,8 +149,14 @@ def read_plan(path: Path) -> Plan:
         ) from error
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: not a plan file ({type(error).__name__}: {error})") from error
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be read as a plan file (recipe key engine.plan): {error.strerror}"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path}: not a plan file ({type(error).__name__}: {error}); `rpft plan RECIPE --out FILE` makes one"
+        ) from error
 
 
 def read_about(path: Path) -> dict[str, Any]:

@@ -57,6 +57,10 @@ def _read(path: Path, origin: str) -> str:
         if path.stem in shipped_names():
             advice = f"`rpft recipes copy {path.stem}` makes the shipped recipe yours"
         raise UserError(f"{origin}: no such recipe; {advice}") from None
+    except IsADirectoryError:
+        inside = path / "recipe.yaml"
+        advice = f"{inside} is the recipe of the run there" if inside.is_file() else "a recipe is a YAML file"
+        raise UserError(f"{origin}: that is a folder; {advice}") from None
     except OSError as error:
         raise UserError(f"{origin}: cannot read the recipe: {error.strerror}") from None
     try:

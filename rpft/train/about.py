@@ -16,8 +16,8 @@ from rpft.plan.bill import gib
 from rpft.train.measuring import machine_of
 from rpft.train.prepare import Prepared
 from rpft.train.resume import about_run
+from rpft.train.run_folder import ABOUT_FILE
 
-ABOUT_FILE = "about.json"
 _OF_ROWS = ("path", "format", "rows", "trained_rows", "tokens", "trained_tokens", "dropped", "cut", "trimmed")
 
 

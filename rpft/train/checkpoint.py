@@ -250,9 +250,11 @@ def fault(path: Path, deep: bool = True) -> str | None:
 
 def check_whole(path: Path) -> None:
     """UserError where ``path`` is no whole checkpoint."""
+    if not path.is_dir():
+        raise UserError(f"{path}: no such checkpoint; its folder is one of OUTPUT_DIR/checkpoints")
     wrong = fault(path)
     if wrong is not None:
-        raise UserError(f"{path}: not a whole checkpoint ({wrong})")
+        raise UserError(f"{path}: not a whole checkpoint ({wrong}); take the one before")
 
 
 def read_state(path: Path) -> TrainState:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,6 +174,13 @@ def _copy_adapter(run: RunFolder, trained: TrainedFolder, out: Path) -> Exported
 def _refuse_target(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out}: it is there and not an empty folder; give another, or empty it first")
+    try:  # on a disk that takes nothing this is better known before the weights are read
+        with tempfile.TemporaryDirectory(prefix=".rpft-", dir=files.existing_folder(out.absolute().parent)):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"--out {out}: nothing can be written there: {error.strerror}; name another folder"
+        ) from error
 
 
 def _refuse_full_disk(out: Path, num_bytes: int) -> None:

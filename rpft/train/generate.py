@@ -109,7 +109,7 @@ class Speaker:
         if len(ids) + max_new_tokens > self._positions():
             raise UserError(
                 f"the prompt has {len(ids)} tokens and --max-new-tokens is {max_new_tokens}; the model has"
-                f" {self._positions()} positions in all"
+                f" {self._positions()} positions in all: shorten the prompt, or give a smaller --max-new-tokens"
             )
         return self.answer_ids(ids, max_new_tokens=max_new_tokens, temperature=temperature, write=write)
 
@@ -165,6 +165,11 @@ class Speaker:
             return self._plain(f"the adapter {path}", folder, path)
         if (path / "config.json").is_file():
             return self._plain(f"the model {path}", path, None)
+        if not path.is_dir():
+            raise UserError(
+                f"{path}: {'that is a file' if path.exists() else 'no such folder'}; give the output"
+                " directory of a run, or the folder of a model or of an adapter"
+            )
         raise UserError(f"{path}: neither a run (recipe.yaml), a model (config.json) nor an adapter in it")
 
     def _plain(self, described: str, folder: Path, adapter: Path | None) -> _Source:

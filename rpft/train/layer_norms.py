@@ -58,7 +58,11 @@ class LayerNormsFile:
         for text in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
             with suppress(ValueError):
                 line = json.loads(text)
-                if isinstance(line, dict) and isinstance(line.get("step"), int):
+                if (
+                    isinstance(line, dict)
+                    and isinstance(line.get("step"), int)
+                    and isinstance(line.get("norms"), list)
+                ):
                     found.append(line)
         return found
 

@@ -108,7 +108,7 @@ class MetricsFile:
 
     def _whole_lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """(text, content) of each line that is a whole JSON object."""
-        if not self.path.exists():
+        if not self.path.is_file():
             return
         for text in self.path.read_text(encoding="utf-8", errors="replace").split("\n"):
             with suppress(ValueError):

@@ -23,6 +23,7 @@ from rpft.data.sources import Source
 from rpft.data.templates import read_template
 from rpft.errors import UserError
 from rpft.host import available_cores
+from rpft.model.checkpoint import refuse_no_model
 from rpft.model.layout import align
 from rpft.recipe import schema
 
@@ -98,6 +99,7 @@ class RunData:
 
 def load_tokenizer(path: Path | str, revision: str | None = None) -> Any:
     """The tokenizer in a folder or of a hub id; UserError where transformers cannot load one."""
+    refuse_no_model(str(path))
     from transformers import AutoTokenizer
 
     try:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from rpft import __version__
 from rpft.data.asking import Asking
 from rpft.errors import UserError
 from rpft.model.adapters import names_in_file
@@ -22,7 +23,7 @@ from rpft.train.metrics import MetricsFile
 from rpft.train.resume import result_folder
 from rpft.train.rows import data_settings, load_tokenizer, use_template
 
-RECIPE_FILE = "recipe.yaml"
+RECIPE_FILE, ABOUT_FILE = "recipe.yaml", "about.json"
 LATEST, BEST, BASE = "latest", "best", "base"
 
 
@@ -75,6 +76,9 @@ class RunFolder:
             return self._best()
         inside = self.checkpoints.path / wanted
         path = inside if inside.is_dir() else Path(wanted)
+        if not path.is_dir():
+            there = ", ".join(each.name for each in self.checkpoints.all()) or "none"
+            raise UserError(f"--checkpoint {wanted}: {self.path} has no such checkpoint; there are: {there}")
         check_whole(path)
         return TrainedFolder(path, read_state(path))
 
@@ -114,8 +118,26 @@ class RunFolder:
 def open_run(path: Path) -> RunFolder:
     """The run in ``path``; UserError where there is none."""
     if not (path / RECIPE_FILE).is_file():
-        raise UserError(f"{path}: no {RECIPE_FILE} in it; give the output directory of a run (its output_dir)")
-    return RunFolder(path, load_recipe(path / RECIPE_FILE))
+        wrong = (
+            f"no {RECIPE_FILE} in it" if path.is_dir() else "that is a file" if path.exists() else "no such folder"
+        )
+        raise UserError(f"{path}: {wrong}; give the output directory of a run (its output_dir)")
+    try:
+        return RunFolder(path, load_recipe(path / RECIPE_FILE))
+    except UserError as error:
+        made_by = _version_that_ran(path)
+        if made_by in (None, __version__):
+            raise
+        raise UserError(f"{error}\nThe run was made by rpft {made_by}; this is rpft {__version__}") from error
+
+
+def _version_that_ran(path: Path) -> str | None:
+    """Of rpft; None where nothing there says it."""
+    try:
+        found = read_json(path / ABOUT_FILE)["versions"]["rpft"]
+    except (UserError, KeyError, TypeError):
+        return None
+    return str(found)
 
 
 class TrainedTensors(Mapping[str, torch.Tensor]):
@@ -198,7 +220,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error})") from error
+        raise UserError(f"{path}: not JSON ({error}); it is damaged: move it away") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: not a JSON object")
     return content

@@ -5,21 +5,35 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from rpft.errors import UserError
-from rpft.train.about import ABOUT_FILE
 from rpft.train.checkpoint import fault
 from rpft.train.layer_norms import LayerNormsFile
+from rpft.train.metrics import StepRecord
 from rpft.train.planning import PLAN_FILE
-from rpft.train.run_folder import RunFolder, open_run, read_json
+from rpft.train.run_folder import ABOUT_FILE, RunFolder, open_run, read_json
 from rpft.train.run_lock import holder
 from rpft.train.samples import Sample, read_samples
 from rpft.train.tracing import TRACES_FOLDER
 
 Standing = Literal["finished", "running", "stopped"]
+
+_STEP_KEYS = [each.name for each in fields(StepRecord) if each.default is MISSING]
+_ABOUT_KEYS = "begun", "machine", "versions", "kernels", "data"
+_PLAN_KEYS = (
+    "forward",
+    "backward",
+    "num_microbatches",
+    "micro_batch_size",
+    "rounds",
+    "recompute",
+    "memory",
+    "predicted",
+)
+_IDLE_KEYS = "step", "workers"
 
 _LAST_STEPS = 20
 """Steps whose median is the loss at the end: a single one is noise."""
@@ -150,6 +164,8 @@ def report_run(path: Path) -> RunReport:
     running = holder(path)
     lines = run.metrics()
     steps = [line for line in lines if "loss" in line]
+    for line in steps:
+        _check_keys(run.metrics_path, line, _STEP_KEYS, f"step {line['step']}: ")
     if not steps:
         what = (
             f"the run that writes it ({running}) has not finished one" if running else "the run never got so far"
@@ -159,7 +175,9 @@ def report_run(path: Path) -> RunReport:
             " run.log there says how far it is"
         )
     evaluations = [line for line in lines if line.get("eval_loss") is not None]
-    about = read_json(path / ABOUT_FILE)
+    about, plan = read_json(path / ABOUT_FILE), read_json(path / PLAN_FILE)
+    _check_keys(path / ABOUT_FILE, about, _ABOUT_KEYS)
+    _check_keys(path / PLAN_FILE, plan, _PLAN_KEYS)
     result_bytes = _size(run.result) if run.result.is_dir() else None
     return RunReport(
         run=run,
@@ -170,7 +188,7 @@ def report_run(path: Path) -> RunReport:
         plan_changes=[line for line in lines if "plan" in line],
         rewinds=[line for line in lines if "rewound_from" in line],
         about=about,
-        plan=read_json(path / PLAN_FILE),
+        plan=plan,
         checkpoints=[SavedCheckpoint(p.name, _size(p), fault(p, deep=False)) for p in run.checkpoints.all()],
         result_bytes=result_bytes,
         traces=_traces(path / TRACES_FOLDER),
@@ -178,6 +196,16 @@ def report_run(path: Path) -> RunReport:
         samples=[sample for sample in read_samples(path) if sample.answered],
         layer_norms=LayerNormsFile(path).lines(),
     )
+
+
+def _check_keys(path: Path, content: dict[str, Any], keys: Sequence[str], where: str = "") -> None:
+    """UserError where a file that is there lacks what a run writes into it."""
+    missing = [key for key in keys if key not in content]
+    if content and missing:
+        raise UserError(
+            f"{path}: {where}{', '.join(missing)} missing: the file is not as a run leaves it, or of another rpft;"
+            " put it back, or move it away"
+        )
 
 
 def _totals(
@@ -223,7 +251,10 @@ def _traces(folder: Path) -> list[TracedSteps]:
     """In the order of their steps."""
     found = []
     for picture in sorted(folder.glob("step-*.svg"), key=lambda path: _first_step(path.stem)):
-        told = read_json(picture.with_suffix(".idle.json"))
+        path = picture.with_suffix(".idle.json")
+        told = read_json(path)
+        for step in told.get("steps", []):
+            _check_keys(path, {"": None, **step}, _IDLE_KEYS)
         found.append(TracedSteps(picture.stem, picture, told.get("steps", []), told.get("causes", {})))
     return found
 

@@ -57,7 +57,10 @@ def write_samples(data: RunData, folder: Path) -> None:
 
 def read_samples(folder: Path) -> list[Sample]:
     """Those of a run; none of one that left none."""
-    return [Sample(**entry) for entry in read_json(folder / SAMPLES_FILE).get("samples", [])]
+    try:
+        return [Sample(**entry) for entry in read_json(folder / SAMPLES_FILE).get("samples", [])]
+    except TypeError as error:
+        raise UserError(f"{folder / SAMPLES_FILE}: not as a run leaves it ({error}); move it away") from error
 
 
 def ask_samples(folder: Path, base: str | None, say: Callable[[str], None]) -> None:

@@ -38,7 +38,7 @@ def test_the_lowest_figure_has_the_first_colour_and_the_highest_the_last():
 
 def test_what_is_missing_is_left_out_and_nothing_at_all_is_no_picture():
     assert heat(2, 3, lambda row, column: None).draw() == ""
-    assert Heatmap("Norms", [], []).draw() == ""
+    assert Heatmap("Norms", [], []).draw() == Heatmap("Norms", [], []).draw((1.0, 2.0)) == ""
     drawn = heat(2, 3, lambda row, column: None if row else 0.5).draw()
     assert "row 1: none" in drawn
     assert "row 0: first 0.5, median 0.5, last 0.5; highest 0.5 at step 1" in drawn

@@ -109,7 +109,7 @@ def test_a_faulty_plan_file_is_named(content, says, tmp_path):
 
 
 def test_a_folder_in_the_place_of_the_plan_file_is_named(tmp_path):
-    with pytest.raises(UserError, match="not a plan file"):
+    with pytest.raises(UserError, match="cannot be read as a plan file"):
         read_plan(tmp_path)
 
 

@@ -169,7 +169,7 @@ def test_a_folder_that_is_no_run_is_refused(full: Project) -> None:
 def test_a_run_without_anything_saved_is_refused(full: Project, tmp_path: Path) -> None:
     shutil.copy(full.folder / "out" / "recipe.yaml", tmp_path)
     assert "nothing of this run is saved yet" in refused(tmp_path)
-    assert "not a whole checkpoint" in refused(tmp_path, "--checkpoint", "step-00000007")
+    assert "no such checkpoint" in refused(tmp_path, "--checkpoint", "step-00000007")
 
 
 def test_a_torn_checkpoint_is_named_and_the_one_before_is_taken(full: Project, tmp_path: Path) -> None:
