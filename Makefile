@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 DIST ?= dist
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -35,13 +36,16 @@ build: $(STAMP)  ## the wheel, into dist/
 	rm -rf build
 	$(RUN) -m build --wheel --outdir $(DIST)
 
-docs: $(STAMP)  ## the documentation as a site, in out/site; a link that leads nowhere is an error
-	$(RUN) -m pip install --quiet -c constraints.txt -e '.[docs]'
+docs: $(DOCS_STAMP)  ## the documentation as a site, in out/site; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
 
 clean:  ## remove what was built; .venv, models and out stay
 	rm -rf build $(DIST) *.egg-info .pytest_cache .ruff_cache
 	find rpft scripts tests -name __pycache__ -prune -exec rm -rf {} +
+
+$(DOCS_STAMP): $(STAMP)
+	$(RUN) -m pip install --quiet -c constraints.txt -e '.[docs]'
+	@touch $@
 
 # torch comes first and alone, so that pip takes the build that this machine's registry offers (CPU or CUDA).
 $(STAMP): pyproject.toml setup.py constraints.txt
