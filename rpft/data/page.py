@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
@@ -11,20 +11,16 @@ from rpft.data.preview import Preview, runs_of
 from rpft.data.report import SourceReport
 from rpft.data.rows import Row
 from rpft.data.show import lost
+from rpft.draw import page
+from rpft.draw.colours import KINDS
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
-table { border-collapse: collapse; }
-td, th { padding: .2rem .8rem .2rem 0; text-align: left; vertical-align: top; }
-td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f6f6f6; padding: .8rem; border-radius: 4px; }
-.t { background: #bfe8c5; } .s { font-weight: bold; outline: 1px solid #999; border-radius: 3px; }
-.u { color: #666; } .e { color: #999; } .bar { background: #5a9; height: .8rem; display: inline-block; }
-h3 { font-size: 1rem; margin: 1.2rem 0 .2rem; }
-@media (prefers-color-scheme: dark) {
-  body { background: #16181b; color: #ddd; }
-  pre { background: #22252a; } .t { background: #1f5130; } .u { color: #aaa; }
-}
+.t { background: #bfe8c5; } .s { font-weight: bold; outline: 1px solid var(--line); border-radius: 3px; }
+.u, .e { color: var(--soft); } .bars { max-width: 40rem; }
+td { overflow-wrap: anywhere; } section h3.place::first-letter { text-transform: none; }
+section pre { background: var(--bg); padding: .8rem; border-radius: 4px; margin: .2rem 0; }
+@media (prefers-color-scheme: dark) { .t { background: #1f5130; } }
+@media print { .t { background: #bfe8c5; } }
 """
 
 
@@ -39,61 +35,62 @@ def render_page(
     max_seq_len: int,
 ) -> str:
     """The page. lines: what to say of evaluation rows; first_rows: (place, row) of others than the strangest."""
-    parts = [
-        "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>",
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>",
+    strangest = f"Strangest of {figures.looked_at:,} rows"
+    body = [
         f"<h1>{escape(title)}</h1>",
         "<p><span class='t'>trained</span> <span class='u'>not trained</span> <span class='s'>special token</span>"
         " <span class='e'>↵</span> a line end</p>",
-        _table("Training", dataset.reports),
+        page.tiles(_tiles(dataset, figures, max_seq_len)),
+        page.section("Training", *_table(dataset.reports)),
+        *([page.section("Evaluation", *_table(evaluation))] if evaluation else []),
+        *(f"<p>{escape(line)}</p>" for line in lines),
+        page.section("Tokens a row", _lengths(figures)),
+        page.section("First rows", *(_row(at, "", row, tokenizer) for at, row in first_rows), css_class="long"),
+        page.section(
+            strangest,
+            *(_row(strange.where, strange.why, strange.row, tokenizer) for strange in figures.strangest),
+            css_class="long",
+        ),
     ]
-    if evaluation:
-        parts.append(_table("Evaluation", evaluation))
-    parts += [f"<p>{escape(line)}</p>" for line in lines]
-    parts.append(_figures(dataset, figures, max_seq_len))
-    parts.append("<h2>First rows</h2>")
-    parts += [_row(where, "", row, tokenizer) for where, row in first_rows]
-    parts.append(f"<h2>Strangest of {figures.looked_at:,} rows</h2>")
-    parts += [_row(strange.where, strange.why, strange.row, tokenizer) for strange in figures.strangest]
-    return "\n".join([*parts, "</body></html>\n"])
+    return page.page(title, body, _STYLE)
 
 
-def _table(name: str, reports: Sequence[SourceReport]) -> str:
-    lines = [
-        f"<h2>{name}</h2><table><tr><th>source<th>format<th class='n'>rows<th class='n'>trained on"
-        "<th class='n'>tokens<th class='n'>trained<th>lost and noted</tr>"
-    ]
+def _tiles(dataset: Dataset, figures: Preview, max_seq_len: int) -> Iterator[tuple[str, str, str]]:
+    count = len(dataset.rows)
+    yield "rows", f"{count:,}", "that are trained on"
+    yield "tokens", f"{dataset.tokens:,}", f"{dataset.trained_tokens:,} of them trained"
+    yield "tokens a row", f"{dataset.tokens / count:,.0f}", "mean"
+    yield "packed", f"{figures.num_packs:,}", f"packs of {max_seq_len:,}, {100 * figures.efficiency:.1f}% filled"
+    if figures.repeated:
+        yield "repeated", f"{figures.repeated:,}", "rows have the tokens of an earlier row"
+
+
+def _table(reports: Sequence[SourceReport]) -> Iterator[str]:
+    yield "<div class='scroll' tabindex='0' role='region' aria-label='sources'><table class='loose'><thead><tr>"
+    yield "<th>source</th><th>format</th><th class='n'>rows</th><th class='n'>trained on</th>"
+    yield "<th class='n'>tokens</th><th class='n'>trained</th><th>lost and noted</th></tr></thead><tbody>"
     for report in reports:
         said = "<br>".join(
             escape(f"{count:,} {what}") + _places(report.places.get(what, [])) for count, what in lost(report)
         )
-        lines.append(
-            f"<tr><td>{escape(report.path)}<td>{report.format}<td class='n'>{report.rows:,}"
-            f"<td class='n'>{report.trained_rows:,}<td class='n'>{report.tokens:,}"
-            f"<td class='n'>{report.trained_tokens:,}<td>{said}</tr>"
+        yield (
+            f"<tr><td>{escape(report.path)}</td><td>{report.format}</td><td class='n'>{report.rows:,}</td>"
+            f"<td class='n'>{report.trained_rows:,}</td><td class='n'>{report.tokens:,}</td>"
+            f"<td class='n'>{report.trained_tokens:,}</td><td>{said}</td></tr>"
         )
-    return "\n".join([*lines, "</table>"])
+    yield "</tbody></table></div>"
 
 
 def _places(places: Sequence[str]) -> str:
     return f" <span class='e'>{escape('; '.join(places))}</span>" if places else ""
 
 
-def _figures(dataset: Dataset, figures: Preview, max_seq_len: int) -> str:
+def _lengths(figures: Preview) -> str:
     most = max(count for _, _, count in figures.histogram)
-    lines = ["<h2>Tokens a row</h2><table>"]
-    for low, high, count in figures.histogram:
-        lines.append(
-            f"<tr><td class='n'>{low:,} to {high:,}<td class='n'>{count:,}"
-            f"<td><span class='bar' style='width:{24 * count / most:.2f}rem'></span></tr>"
-        )
-    repeated = f"; {figures.repeated:,} rows have the tokens of an earlier row" if figures.repeated else ""
-    mean = dataset.tokens / len(dataset.rows)
-    lines.append(
-        f"</table><p>mean {mean:,.0f}; packed into {max_seq_len:,}: {figures.num_packs:,} packs,"
-        f" {100 * figures.efficiency:.1f}% of them filled{repeated}</p>"
+    return page.bar_list(
+        (f"{low:,} to {high:,}", count / most, KINDS["backward"], f"{count:,}")
+        for low, high, count in figures.histogram
     )
-    return "\n".join(lines)
 
 
 def _row(where: str, why: str, row: Row, tokenizer: Any) -> str:
@@ -104,4 +101,4 @@ def _row(where: str, why: str, row: Row, tokenizer: Any) -> str:
         marked = text.replace("\n", "<span class='e'>↵</span>\n")
         pieces.append(f"<span class='{kinds}'>{marked}</span>")
     reason = f": {escape(why)}" if why else ""
-    return f"<h3>{escape(where)}{reason}</h3><pre>{''.join(pieces)}</pre>"
+    return f"<h3 class='place'>{escape(where)}{reason}</h3><pre>{''.join(pieces)}</pre>"

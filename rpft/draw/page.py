@@ -20,6 +20,7 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; color: var(--ink);
   background: var(--bg);
   margin: 0 auto; padding: 1.2rem 1.2rem 3rem; max-width: 84rem; }
+h1, h2, h3 { overflow-wrap: anywhere; }
 h1 { font-size: 1.6rem; line-height: 1.25; margin: .2rem 0; } h2 { font-size: 1.15rem; margin: 0 0 .5rem; }
 h3 { font-size: 1rem; margin: 1rem 0 .3rem; } p { margin: .3rem 0; max-width: 70rem; }
 .soft { color: var(--soft); } .good { color: var(--good); } .bad { color: var(--bad); }

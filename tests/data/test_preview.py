@@ -7,11 +7,14 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 import yaml
+from support.pages import assert_whole_and_alone, in_browser, needs_browser
+from support.pages import visible as text_of_page
 from support.recipes import chats, encode_chat, run_rpft, tiny_tokenizer, write_jsonl
 
 from rpft.data.preview import runs_of
 from rpft.data.rows import Row
 from rpft.data.show import shorten, visible
+from rpft.draw.page import page
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +165,7 @@ class _Text(HTMLParser):
             self.stack.pop()
 
     def handle_data(self, data):
-        if self.stack and self.stack[-1].split()[0] == "t":
+        if self.stack and self.stack[-1].split()[:1] == ["t"]:
             self.trained += data
 
 
@@ -178,6 +181,47 @@ def test_the_page_needs_no_other_file_and_runs_nothing_of_the_data(preview, tmp_
     assert page.links == []
     assert preview(ROWS, "--html", str(tmp_path / "none" / "a.html")).code == 2
     assert preview(ROWS, "--html", "a.html", "--json").code == 2
+
+
+def page_of(preview, tmp_path):
+    """The page of rows with an evaluation and a row that is lost."""
+    path = tmp_path / "page.html"
+    rows = [*chats(40), said("one " * 40, "two " * 40)]
+    assert preview(rows, "--html", str(path), eval_fraction=0.1).code == 0
+    return path.read_text(encoding="utf-8")
+
+
+def test_the_page_looks_as_the_other_pages_do(preview, tmp_path):
+    text = page_of(preview, tmp_path)
+    assert_whole_and_alone(text)
+    assert page("", []).split("</style>")[0].split("<style>")[1] in text
+    seen = text_of_page(text)
+    for part in (
+        "rows 40 ",
+        "tokens a row",
+        "packs of 64",
+        "1 longer than max_seq_len",
+        "First rows",
+        "Strangest of",
+    ):
+        assert part in seen, part
+
+
+_WIDTHS = """
+document.title = JSON.stringify({page: document.documentElement.scrollWidth, window: innerWidth,
+  trained: getComputedStyle(document.querySelector('pre .t')).backgroundColor,
+  card: getComputedStyle(document.querySelector('section')).backgroundColor});
+"""
+
+
+@needs_browser
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (600, True)])
+def test_in_a_browser_the_page_fits_and_what_is_trained_stands_out(width, dark, preview, tmp_path):
+    text = page_of(preview, tmp_path).replace("</body>", f"<script>{_WIDTHS}</script></body>")
+    found = in_browser(text, tmp_path, width, dark)
+    assert found["page"] <= found["window"] + 1
+    assert found["trained"] == ("rgb(31, 81, 48)" if dark else "rgb(191, 232, 197)")
+    assert found["card"] == ("rgb(27, 31, 36)" if dark else "rgb(255, 255, 255)")
 
 
 def test_text_of_the_data_moves_no_cursor():

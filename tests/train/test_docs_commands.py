@@ -1,4 +1,4 @@
-"""Every rpft command of README and docs/ runs: in a folder with the files that they name, on a model that is tiny."""
+"""Every rpft command of README and docs/ runs, in a folder with the files that they name, on a tiny model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ output_dir: ./out
 
 
 def lines() -> list[str]:
-    """Each command of the pages once, without what its form leaves open; a verb that is only named is no command."""
+    """Each command of the pages once; a verb that is only named is none."""
     found = {}
     for command in itertools.chain.from_iterable(map(commands, PAGES)):
         if command.words[0] == "rpft" and len(command.words) > 2:
@@ -59,7 +59,10 @@ LINES = lines()
 @pytest.fixture(scope="module")
 def prepared(project, tmp_path_factory):
     """The folder as it is before each command; it holds a run, and copies of it."""
-    made, folder = project("docs commands", "qwen3", max_position_embeddings=1024), tmp_path_factory.mktemp("docs commands")
+    made, folder = (
+        project("docs commands", "qwen3", max_position_embeddings=1024),
+        tmp_path_factory.mktemp("docs commands"),
+    )
     shutil.copytree(made.folder / "base", folder / "base")
     for name in ("train.jsonl", "eval.jsonl"):
         shutil.copyfile(made.folder / name, folder / name)
