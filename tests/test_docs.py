@@ -144,6 +144,15 @@ def test_every_page_of_docs_is_in_the_navigation() -> None:
     assert listed == {page.name for page in DOCS.glob("*.md")}
 
 
+def test_ci_builds_the_pages_strictly_with_pinned_packages() -> None:
+    assert "step make docs" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert "mkdocs build --strict" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    extras = re.search(r"^docs = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert extras is not None
+    pinned = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(re.findall(r'"([\w-]+)', extras[1])) <= set(pinned)
+
+
 def pages_of(entry: object) -> Iterator[str]:
     if isinstance(entry, str):
         yield entry
