@@ -103,8 +103,9 @@ def _sample(row: Row, held_out: bool) -> Sample | None:
     if start <= 1:  # a text, which is trained from its start on: the model is to go on with it
         start = min(_START_OF_A_TEXT, len(row.ids) // 2)
     end = next((i for i in range(start, len(row.ids)) if not row.trained[i]), len(row.ids))
-    if not 0 < start <= _LONGEST_PROMPT or end - start > _LONGEST_ANSWER:
+    if not 0 < start <= _LONGEST_PROMPT:
         return None
+    end = min(end, start + _LONGEST_ANSWER)
     return Sample(row.ids[:start].tolist(), row.ids[start:end].tolist(), held_out)
 
 
