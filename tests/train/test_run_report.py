@@ -216,7 +216,7 @@ def test_a_torn_checkpoint_is_named_on_the_page(copy, tmp_path):
 def test_a_folder_that_is_no_run_and_a_run_without_a_step_are_refused(verb, copy, runs, tmp_path):
     others = [str(runs[1])] if verb == "compare" else []
     ran = run_rpft(verb, str(tmp_path / "nowhere"), *others)
-    assert (ran.code, "no recipe.yaml in it" in ran.err) == (2, True)
+    assert (ran.code, "no such folder" in ran.err) == (2, True)
     (copy / "metrics.jsonl").write_text("")
     ran = run_rpft(verb, str(copy), *others)
     assert (ran.code, "no step is on record" in ran.err) == (2, True)
