@@ -1,10 +1,10 @@
 """The host store: working weights, gradients, master weights and moments of every layer, flat in RAM.
 
 Per trained parameter in bfloat16: working weight 2 bytes, what its float32 master has beyond it 2, gradient 2 or
-4, two moments 8. In float32 the working weight is its own master. Where updates are delayed there are two copies
-of the working weights: an update reads one and writes the other, which no running step reads. A frozen parameter
-has its working weight only, or, quantised, the parts that it is stored as (model/quant.py); or that lies in a file
-on the disk, which is mapped (model/frozen_file.py).
+4, two moments 8, or less (model/moments.py). In float32 the working weight is its own master. Where updates are
+delayed there are two copies of the working weights: an update reads one and writes the other, which no running step
+reads. A frozen parameter has its working weight only, or, quantised, the parts that it is stored as
+(model/quant.py); or that lies in a file on the disk, which is mapped (model/frozen_file.py).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 
 from rpft.model.frozen_file import FrozenFile
 from rpft.model.layout import LayerLayout, TensorSpec
+from rpft.model.moments import Moments, StateFormat, moments_bytes, moments_in
 from rpft.model.pages import zeroed_pages
 from rpft.model.quant import PackedWeight, Parts
 from rpft.model.split_float import join, split_into
@@ -35,8 +36,8 @@ _ALLOCATING_THREADS = 4
 class HostLayer:
     """The host buffers of one layer: ``weights`` uint8 [host_bytes], ``gradient`` [grad_elements].
 
-    The gradient is float32 or bfloat16, the moments float32 [num_trained]. Where frozen weights lie on the disk
-    ``weights`` is the trained part only, uint8 [frozen_start].
+    The gradient is float32 or bfloat16. Where frozen weights lie on the disk ``weights`` is the trained part only,
+    uint8 [frozen_start].
     """
 
     layout: LayerLayout
@@ -47,12 +48,26 @@ class HostLayer:
     master: torch.Tensor
     """[num_trained]: float32, or the int16 half that ``working`` lacks (model/split_float.py); [0] where the
     working weights are float32 themselves."""
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    state_format: StateFormat
+    state: torch.Tensor
+    """uint8: the moments of the trained parameters, one run of bytes."""
     frozen: torch.Tensor
     """uint8 [frozen_bytes]: the end of ``weights``, or of a file."""
     latest: int = 0
     """The copy, 0 or 1, that belongs to the masters."""
+
+    @property
+    def moments(self) -> Moments:
+        """What ``state`` holds, [num_trained]."""
+        return moments_in(self.state, self.state_format, self.layout.num_trained)
+
+    @property
+    def exp_avg(self) -> torch.Tensor:
+        return self.moments.exp_avg
+
+    @property
+    def exp_avg_sq(self) -> torch.Tensor:
+        return self.moments.exp_avg_sq
 
     @property
     def on_disk(self) -> bool:
@@ -126,17 +141,19 @@ class HostStore:
         two_copies: bool = False,
         whole_masters: bool = False,
         gradient_dtype: torch.dtype = torch.float32,
+        state_format: StateFormat = "fp32",
         frozen_file: FrozenFile | None = None,
     ) -> None:
         """Allocates every buffer. Weights and gradients cross the link and come from ``allocate``.
 
         ``two_copies``: of the working weights, as delayed updates need them. ``whole_masters``: float32 masters of
-        bfloat16 weights, 2 bytes more, for an optimizer that would have to join and split halves. ``frozen_file``:
-        where frozen weights lie, None for RAM.
+        bfloat16 weights, 2 bytes more, for an optimizer that would have to join and split halves. ``state_format``:
+        of the moments. ``frozen_file``: where frozen weights lie, None for RAM.
         """
         self._allocate = allocate
         self._two_copies, self._whole_masters = two_copies, whole_masters
         self.gradient_dtype = gradient_dtype
+        self.state_format: StateFormat = state_format
         self._frozen_file = frozen_file
         self.frozen_is_sealed = frozen_file is not None and frozen_file.whole
         """Whether the frozen weights are there and must not be written: they lie in a file that is whole."""
@@ -153,8 +170,8 @@ class HostStore:
         copies = self._two_copies and trained_bytes > 0
         second = self._allocate(trained_bytes) if copies else torch.empty(0, dtype=torch.uint8)
         master = zeroed_pages(master_bytes).view(torch.int16 if master_bytes == trained_bytes else torch.float32)
-        exp_avg, exp_avg_sq = (zeroed_pages(layout.num_trained * 4).view(torch.float32) for _ in range(2))
-        return HostLayer(layout, weights, second, gradient, master, exp_avg, exp_avg_sq, frozen)
+        state = zeroed_pages(moments_bytes(self.state_format, layout.num_trained))
+        return HostLayer(layout, weights, second, gradient, master, self.state_format, state, frozen)
 
     @property
     def on_disk(self) -> bool:
@@ -279,6 +296,7 @@ def store_bytes(
     *,
     two_copies: bool = False,
     whole_masters: bool = False,
+    state_format: StateFormat = "fp32",
     frozen_on_disk: bool = False,
 ) -> int:
     """Host bytes that a store of these layouts takes, exactly."""
@@ -287,5 +305,6 @@ def store_bytes(
         trained_bytes, master_bytes = _trained_bytes(layout, whole_masters)
         gradient = layout.grad_elements * gradient_dtype.itemsize
         weights = layout.frozen_start if frozen_on_disk else layout.host_bytes
-        total += weights + two_copies * trained_bytes + gradient + master_bytes + layout.num_trained * 8
+        total += weights + two_copies * trained_bytes + gradient + master_bytes
+        total += moments_bytes(state_format, layout.num_trained)
     return total

@@ -24,8 +24,8 @@ import torch
 
 from rpft.model.quant import PackedWeight
 
-ALIGNMENT_ELEMENTS = 128
-"""Every trained tensor starts at a multiple of this, in elements: 256 bytes in bfloat16, 512 in float32."""
+ALIGNMENT_ELEMENTS = 256
+"""Every trained tensor starts at a multiple of this, in elements: whole blocks of 8-bit moments."""
 
 ALIGNMENT_BYTES = 256
 

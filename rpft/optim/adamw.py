@@ -44,15 +44,14 @@ class AdamW:
         ``updates_before`` is the number of updates that the layer has had, for the bias correction. ``source`` is
         the copy of the working weights that belongs to the masters, ``target`` the one that will.
         """
-        before, after = layer.copy(source), layer.copy(target)
+        before, after, moments = layer.copy(source), layer.copy(target), layer.moments
         fast = fast_parts(layer) if self.fast_ratio != 1.0 else []
         for part, gradients in gradient_parts(layer, borrowed, fast):
             ratio = self.fast_ratio if any(f.start <= part.start < f.stop for f in fast) else 1.0
             kernels.adamw_pass(
                 gradients,
                 Weights(before[part], after[part], layer.master[part] if len(layer.master) else None),
-                layer.exp_avg[part],
-                layer.exp_avg_sq[part],
+                moments[part],
                 learning_rate=learning_rate * ratio,
                 betas=self.betas,
                 eps=self.eps,
@@ -82,7 +81,7 @@ def gradient_parts(
 ) -> Iterator[tuple[slice, list[torch.Tensor]]]:
     """The layer's trained elements in parts that decay alike, each with its gradients, which are to be added.
 
-    No part is partly in one of ``apart``.
+    No part is partly in one of ``apart``; each begins and ends where a tensor's place does.
     """
     cuts = {0, layer.layout.num_decayed, layer.layout.num_trained}
     for part in [*(part for part, _ in borrowed), *apart]:

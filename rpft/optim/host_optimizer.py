@@ -20,6 +20,7 @@ from rpft.engine.streams import Delays, Event, Stream
 from rpft.engine.trace import CHECKPOINT, COMPUTE, GRADIENTS, WEIGHTS
 from rpft.engine.tracer import span, standing_still
 from rpft.model.host_store import HostStore
+from rpft.model.layout import ALIGNMENT_ELEMENTS, align
 from rpft.optim.adamw import AdamW, BorrowedGradient, gradient_parts
 from rpft.optim.one_pass import FusedPass, OnePass
 from rpft.optim.schedule import Schedule
@@ -207,6 +208,7 @@ def _borrowed_gradients(store: HostStore) -> list[list[BorrowedGradient]]:
     borrowed: list[list[BorrowedGradient]] = [[] for _ in store.layers]
     for layer in store.layers:
         for piece in layer.layout.borrowed_gradients:
-            gradient = layer.gradient[piece.region_offset : piece.region_offset + piece.length]
-            borrowed[piece.layer].append((slice(piece.start, piece.stop), gradient))
+            length = align(piece.length, ALIGNMENT_ELEMENTS)  # to its end a tensor's place is padded with zeros
+            gradient = layer.gradient[piece.region_offset : piece.region_offset + length]
+            borrowed[piece.layer].append((slice(piece.start, piece.start + length), gradient))
     return borrowed

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rpft.host import CXX_NAMES, find_compiler
+from rpft.model.moments import Moments
 
 SQUARES_ROW = 1024
 """Elements of which the squares are summed in float32; a vector's lanes share them, so an error is about 1e-7."""
@@ -55,8 +56,7 @@ class CompiledKernels:
         self,
         gradients: Sequence[Tensor],
         weights: Weights,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
+        moments: Moments,
         numbers: Tensor,
     ) -> None:
         """AdamW with ``numbers``, float32 [8]: the scale of the gradient, what weight decay leaves, 1 - beta1,
@@ -73,8 +73,8 @@ class CompiledKernels:
             weights.after.data_ptr() if written else None,
             None if master is None or split else master.data_ptr(),
             master.data_ptr() if master is not None and split else None,
-            exp_avg.data_ptr(),
-            exp_avg_sq.data_ptr(),
+            moments.exp_avg.data_ptr(),
+            moments.exp_avg_sq.data_ptr(),
             numbers.data_ptr(),
         )
 

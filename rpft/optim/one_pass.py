@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from rpft.model.moments import Moments, moments_bytes, moments_in
 from rpft.model.split_float import join, split_into
 from rpft.optim.kernels import SQUARES_ROW, CompiledKernels, Weights
 from rpft.optim.threads import choose, measure, openmp_threads, thread_counts
@@ -79,8 +80,7 @@ class OnePass(ABC):
         self,
         gradients: Sequence[Tensor],
         weights: Weights,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
+        moments: Moments,
         *,
         learning_rate: float,
         betas: tuple[float, float],
@@ -92,21 +92,21 @@ class OnePass(ABC):
         """One update, as ``torch.optim.AdamW`` does it (Loshchilov and Hutter, arXiv 1711.05101).
 
         The gradient is the float32 sum of ``gradients``, which are not modified, over ``gradient_divisor``.
-        Masters, ``exp_avg`` and ``exp_avg_sq``, float32, are updated in place; ``weights.after`` becomes the
+        Masters and ``moments`` are updated in place; ``weights.after`` becomes the
         masters rounded to nearest, a tie to even where they are whole and away from zero where they lie in two
         halves (model/split_float.py). ``updates_before`` counts the updates so far, for the bias correction. No
         element's result depends on the number of threads.
         """
         before, after, master = weights
-        assert exp_avg.dtype == exp_avg_sq.dtype == torch.float32
         assert before.dtype == after.dtype
         if master is None or master.dtype == torch.int16:
             assert after.dtype == (torch.float32 if master is None else torch.bfloat16)
-        _assert_flat([*gradients, before, after, exp_avg, exp_avg_sq, *([] if master is None else [master])])
+        masters = [] if master is None else [master]
+        _assert_flat([*gradients, before, after, moments.exp_avg, moments.exp_avg_sq, *masters])
         if len(after) > 0:
             numbers = _Numbers(learning_rate, betas, eps, weight_decay, updates_before, gradient_divisor)
             with openmp_threads(self.num_threads):
-                self._update(gradients, weights, exp_avg, exp_avg_sq, numbers)
+                self._update(gradients, weights, moments, numbers)
 
     def square_sum(self, gradients: Sequence[Tensor]) -> float:
         """The sum of the squares of the sum of ``gradients``; not finite when an element of it is not.
@@ -128,8 +128,7 @@ class OnePass(ABC):
         self,
         gradients: Sequence[Tensor],
         weights: Weights,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
+        moments: Moments,
         numbers: _Numbers,
     ) -> None: ...
 
@@ -148,11 +147,10 @@ class CompiledPass(OnePass):
         self,
         gradients: Sequence[Tensor],
         weights: Weights,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
+        moments: Moments,
         numbers: _Numbers,
     ) -> None:
-        self._kernels.adamw(gradients, weights, exp_avg, exp_avg_sq, numbers.tensor())
+        self._kernels.adamw(gradients, weights, moments, numbers.tensor())
         if weights.after.dtype == torch.float16:  # has no loop: torch rounds the master
             assert weights.master is not None
             weights.after.copy_(weights.master)
@@ -171,8 +169,7 @@ class FusedPass(OnePass):
         self,
         gradients: Sequence[Tensor],
         weights: Weights,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
+        moments: Moments,
         numbers: _Numbers,
     ) -> None:
         for part, gradient in self._summed(gradients):
@@ -185,8 +182,8 @@ class FusedPass(OnePass):
             adamw(
                 [values],
                 [gradient.div_(numbers.gradient_divisor)],
-                [exp_avg[part]],
-                [exp_avg_sq[part]],
+                [moments.exp_avg[part]],
+                [moments.exp_avg_sq[part]],
                 [],
                 [torch.tensor(float(numbers.updates_before))],
                 fused=True,
@@ -241,14 +238,13 @@ def prepare(*, spare_cores: int = SPARE_CORES, num_threads: int | None = None) -
 
 def scratch(kernels: OnePass, num_params: int = _SCRATCH_ELEMENTS) -> Callable[[], None]:
     """A pass over ``num_params`` made-up parameters in bfloat16, to be measured."""
-    exp_avg, exp_avg_sq = (torch.ones(num_params, dtype=torch.float32) for _ in range(2))
+    moments = moments_in(torch.zeros(moments_bytes("fp32", num_params), dtype=torch.uint8), "fp32", num_params)
     gradient, working = (torch.ones(num_params, dtype=torch.bfloat16) for _ in range(2))
     weights = Weights(working, working, torch.zeros(num_params, dtype=torch.int16))
     return lambda: kernels.adamw_pass(
         [gradient],
         weights,
-        exp_avg,
-        exp_avg_sq,
+        moments,
         learning_rate=1e-3,
         betas=(0.9, 0.999),
         eps=1e-8,

@@ -30,6 +30,7 @@ from rpft import files
 from rpft.errors import UserError
 from rpft.model.host_store import HostStore
 from rpft.model.layout import LayerLayout
+from rpft.model.moments import StateFormat, stored_parts
 from rpft.recipe.schema import Adapter, Model
 from rpft.train.shards import FileRecord, TensorEntry, file_record, shard_bytes, write_shard
 
@@ -268,7 +269,9 @@ def read_state(path: Path) -> TrainState:
 # -- tensors -----------------------------------------------------------------------------------------------
 
 
-def _entries(layout: LayerLayout, lagging: bool, store: HostStore | None = None) -> Iterator[TensorEntry]:
+def _entries(
+    layout: LayerLayout, lagging: bool, state_format: StateFormat, store: HostStore | None = None
+) -> Iterator[TensorEntry]:
     """What the file of a layer holds. Without ``store`` the entries are good for their sizes only."""
 
     def read(kind: str, offset: int, first: int, stop: int) -> torch.Tensor:
@@ -276,21 +279,23 @@ def _entries(layout: LayerLayout, lagging: bool, store: HostStore | None = None)
         layer, first, stop = store.layers[layout.layer], offset + first, offset + stop
         if kind == "master":
             return layer.master_values(first, stop)
-        return (layer.lagging if kind == "working" else getattr(layer, kind))[first:stop]
+        return (layer.lagging if kind == "working" else getattr(layer.moments, kind))[first:stop]
 
     for name, (spec, byte_offset) in layout.own.items():
         if not spec.trained:
             continue
         offset = byte_offset // spec.dtype.itemsize
-        for kind in ("master", "exp_avg", "exp_avg_sq"):
-            yield TensorEntry(f"{kind}.{name}", torch.float32, spec.shape, partial(read, kind, offset))
+        yield TensorEntry(f"master.{name}", torch.float32, spec.shape, partial(read, "master", offset))
+        for kind, dtype, block in stored_parts(state_format):
+            shape = spec.shape if block == 1 else (-(-spec.num_elements // block),)
+            yield TensorEntry(f"{kind}.{name}", dtype, shape, partial(read, kind, offset // block))
         if lagging:
             yield TensorEntry(f"working.{name}", spec.dtype, spec.shape, partial(read, "working", offset))
 
 
-def checkpoint_bytes(layouts: list[LayerLayout], lagging: bool) -> int:
+def checkpoint_bytes(layouts: list[LayerLayout], lagging: bool, state_format: StateFormat = "fp32") -> int:
     """Bytes that a checkpoint takes on the disk, rounded up a little."""
-    shards = [list(_entries(layout, lagging)) for layout in layouts if layout.num_trained]
+    shards = [list(_entries(layout, lagging, state_format)) for layout in layouts if layout.num_trained]
     return sum(shard_bytes(shard) + 4096 for shard in shards) + _STATE_BYTES
 
 
@@ -298,7 +303,7 @@ def write_layer(
     store: HostStore, lagging: bool, layer: int, path: Path, go_on: Callable[[int], None]
 ) -> FileRecord:
     """Writes masters and moments of ``layer``, ``lagging`` its working weights too. ``go_on``: see write_shard."""
-    return write_shard(path, list(_entries(store.layers[layer].layout, lagging, store)), go_on)
+    return write_shard(path, list(_entries(store.layers[layer].layout, lagging, store.state_format, store)), go_on)
 
 
 def master_place(path: Path, layer: int, name: str) -> tuple[Path, str]:
@@ -312,7 +317,7 @@ def restore(path: Path, store: HostStore, lagging: bool) -> None:
         if not layer.layout.num_trained:
             continue
         file = path / _layer_file(layer.layout.layer)
-        entries = list(_entries(layer.layout, lagging, store))
+        entries = list(_entries(layer.layout, lagging, store.state_format, store))
         with safe_open(file, framework="pt") as handle:
             shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
             for entry in entries:
@@ -324,7 +329,5 @@ def restore(path: Path, store: HostStore, lagging: bool) -> None:
                 value = handle.get_tensor(entry.name)
                 if kind == "master":
                     store.write(name, value)
-                elif kind == "working":
-                    store.lagging_tensor(name).copy_(value)
                 else:
-                    store.trained_view(name, kind).copy_(value)
+                    entry.read(0, entry.num_elements).copy_(value.flatten())

@@ -66,7 +66,7 @@ class Saver:
         self._folder, self._store, self._failure = folder, store, failure
         self._lagging, self._may_make_room, self._before_commit = lagging, may_make_room, before_commit
         self._layouts = [layer.layout for layer in store.layers]
-        self.checkpoint_bytes = checkpoint_bytes(self._layouts, lagging)
+        self.checkpoint_bytes = checkpoint_bytes(self._layouts, lagging, store.state_format)
         self._changed = threading.Condition()
         self._step: int | None = None
         self._written = [True] * len(self._layouts)

@@ -43,8 +43,8 @@ BORROWS = {2: [Borrow("head", 0, "matrix"), Borrow("again", 0, "frozen")]}
 def test_trained_tensors_come_first_decayed_ones_before_the_others() -> None:
     first = build_layouts(MIXED, BORROWS)[0]
     assert list(first.own) == ["matrix", "other", "bias", "scalar", "frozen", "buffer"]
-    assert first.num_decayed == 256 + 128
-    assert first.num_trained == 256 + 128 + 128 + 128
+    assert first.num_decayed == 256 + 256
+    assert first.num_trained == 256 + 256 + 256 + 256
     assert first.own["frozen"][1] == first.num_trained * 2
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from rpft.model.moments import Moments
 from rpft.model.split_float import join, split_into
 from rpft.optim import kernels as kernels_module
 from rpft.optim import one_pass, threads
@@ -70,6 +71,11 @@ def random(length, dtype, seed):
     return torch.randn(length, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def whole(exp_avg, exp_avg_sq):
+    """float32 moments."""
+    return Moments("fp32", exp_avg, exp_avg_sq, torch.empty(0), torch.empty(0))
+
+
 class State:
     """Weights and moments of a layer that has had no update; with two copies they take turns."""
 
@@ -100,7 +106,7 @@ class State:
         self.copies.append(self.copies.pop(0))
         kept = before.clone()
         weights = Weights(before, self.working, self.master)
-        kernels.adamw_pass(gradients, weights, self.exp_avg, self.exp_avg_sq, **SETTINGS | settings)
+        kernels.adamw_pass(gradients, weights, whole(self.exp_avg, self.exp_avg_sq), **SETTINGS | settings)
         assert not self.case.two_copies or torch.equal(before, kept)
 
 
@@ -138,21 +144,21 @@ def test_the_update_is_torchs(kernels, case, length, weight_decay, divisor):
 @pytest.mark.parametrize("gradients", [(BF16,), (FP32, FP32)], ids=str)
 def test_a_master_in_two_halves_takes_the_updates_of_a_whole_one_to_the_bit(kernels, gradients):
     length = 3 * SQUARES_ROW + 5
-    whole, split = (State(Case(gradients, BF16, dtype), length) for dtype in (FP32, torch.int16))
+    undivided, split = (State(Case(gradients, BF16, dtype), length) for dtype in (FP32, torch.int16))
     for step in range(5):
-        for state in (whole, split):
+        for state in (undivided, split):
             given = random_gradients(state.case, length, step)
             state.update(kernels, given, gradient_divisor=3.0, updates_before=step)
-    assert torch.equal(whole.master, split.values)
-    assert torch.equal(whole.exp_avg, split.exp_avg)
-    assert torch.equal(whole.exp_avg_sq, split.exp_avg_sq)
-    assert (split.working.float() - whole.master).abs().le(whole.master.abs() * 2**-8).all()
+    assert torch.equal(undivided.master, split.values)
+    assert torch.equal(undivided.exp_avg, split.exp_avg)
+    assert torch.equal(undivided.exp_avg_sq, split.exp_avg_sq)
+    assert (split.working.float() - undivided.master).abs().le(undivided.master.abs() * 2**-8).all()
 
 
 def test_a_layer_without_elements_is_left_alone(kernels):
     empty = torch.zeros(0)
     weights = Weights(empty, empty, None)
-    kernels.adamw_pass([empty, empty], weights, empty, empty, **SETTINGS, gradient_divisor=1.0)
+    kernels.adamw_pass([empty, empty], weights, whole(empty, empty), **SETTINGS, gradient_divisor=1.0)
     assert kernels.square_sum([empty, empty]) == 0.0
 
 
@@ -171,8 +177,7 @@ def test_working_weights_are_rounded_like_torchs_to_the_bit(kernels):
     kernels.adamw_pass(
         [zero.bfloat16()],
         Weights(working, working, master),
-        zero.clone(),
-        zero.clone(),
+        whole(zero.clone(), zero.clone()),
         **SETTINGS | {"weight_decay": 0.0, "gradient_divisor": 1.0},
     )
     torch.testing.assert_close(master, before, rtol=0, atol=0, equal_nan=True)
@@ -257,7 +262,7 @@ def test_other_threads_run_python_in_the_middle_of_a_pass(compiled):
             if seen.is_set():
                 return
             settings["updates_before"] = step
-            compiled.adamw_pass([gradient], weights, exp_avg, exp_avg_sq, **settings)
+            compiled.adamw_pass([gradient], weights, whole(exp_avg, exp_avg_sq), **settings)
 
     thread = threading.Thread(target=update)
     moments = exp_avg.numpy()
