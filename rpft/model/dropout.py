@@ -43,17 +43,21 @@ def halves(key: int) -> tuple[int, int]:
 
 def keep_mask(shape: torch.Size, p: float, key: Key, device: torch.device) -> torch.Tensor:
     """Boolean mask of ``shape``, True with probability ``1 - p``; element i depends on (key, i) only."""
-    count = math.prod(shape)
+    drawn = draws(torch.arange(math.prod(shape), dtype=torch.int64, device=device), key)
+    threshold = round(p * (1 << _KEEP_BITS))
+    return ((drawn & ((1 << _KEEP_BITS) - 1)) >= threshold).view(shape)
+
+
+def draws(places: torch.Tensor, key: Key) -> torch.Tensor:
+    """32 random bits for each of ``places``, int64 like these; each depends on its own place and ``key`` only."""
     # 32-bit multiplicative rounds in int64: products stay under 2**63, so no overflow differs between devices.
-    x = torch.arange(count, dtype=torch.int64, device=device)
     low, high = key
-    x = ((x & 0xFFFFFFFF) ^ low) + (x >> 32) * 0x9E37
+    x = ((places & 0xFFFFFFFF) ^ low) + (places >> 32) * 0x9E37
     for multiplier, salt in ((0x7FEB352D, high), (0x2C1B3C6D, low), (0x297A2D39, high)):
         x = x & 0xFFFFFFFF
         x = (x ^ (x >> 16)) * multiplier & 0xFFFFFFFF
         x = x ^ (x >> 15) ^ salt
-    threshold = round(p * (1 << _KEEP_BITS))
-    return ((x & ((1 << _KEEP_BITS) - 1)) >= threshold).view(shape)
+    return x
 
 
 class _PlacedDropout(TorchFunctionMode):

@@ -2,8 +2,8 @@
 
 Per trained parameter in bfloat16: working weight 2 bytes, what its float32 master has beyond it 2, gradient 2 or
 4, two moments 8, or less (model/moments.py). In float32 the working weight is its own master. Where updates are
-delayed there are two copies of the working weights: an update reads one and writes the other, which no running step
-reads. A frozen parameter has its working weight only, or, quantised, the parts that it is stored as
+delayed there are two copies of the working weights: an update reads one and writes the other, which no running
+step reads. A frozen parameter has its working weight only, or, quantised, the parts that it is stored as
 (model/quant.py); or that lies in a file on the disk, which is mapped (model/frozen_file.py).
 """
 
@@ -147,8 +147,8 @@ class HostStore:
         """Allocates every buffer. Weights and gradients cross the link and come from ``allocate``.
 
         ``two_copies``: of the working weights, as delayed updates need them. ``whole_masters``: float32 masters of
-        bfloat16 weights, 2 bytes more, for an optimizer that would have to join and split halves. ``state_format``:
-        of the moments. ``frozen_file``: where frozen weights lie, None for RAM.
+        bfloat16 weights, 2 bytes more, for an optimizer that would have to join and split halves.
+        ``state_format``: of the moments. ``frozen_file``: where frozen weights lie, None for RAM.
         """
         self._allocate = allocate
         self._two_copies, self._whole_masters = two_copies, whole_masters

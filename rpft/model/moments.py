@@ -16,6 +16,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from rpft.model import dynamic_map
+from rpft.model.dropout import draws, halves
 from rpft.model.layout import ALIGNMENT_ELEMENTS
 
 StateFormat = Literal["fp32", "bf16", "8bit"]
@@ -39,6 +41,8 @@ class Moments:
     exp_avg_scale: Tensor
     """float32 [n / BLOCK] with 8bit, else [0]."""
     exp_avg_sq_scale: Tensor
+    first_place: int = 0
+    """Of the first parameter among its layer's."""
 
     def __len__(self) -> int:
         return len(self.exp_avg)
@@ -52,6 +56,7 @@ class Moments:
             self.exp_avg_sq[part],
             self.exp_avg_scale[blocks],
             self.exp_avg_sq_scale[blocks],
+            self.first_place + (part.start or 0),
         )
 
     def _blocks(self, part: slice) -> slice:
@@ -60,6 +65,47 @@ class Moments:
         start, stop, _ = part.indices(len(self))
         assert start % BLOCK == 0, start
         return slice(start // BLOCK, -(-stop // BLOCK))
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """(first, second), float32 [n]: with fp32 the moments themselves, else copies."""
+        if self.format == "8bit":
+            return _decoded(self.exp_avg, self.exp_avg_scale, True), _decoded(
+                self.exp_avg_sq, self.exp_avg_sq_scale, False
+            )
+        return self.exp_avg.float(), self.exp_avg_sq.float()
+
+    def write(self, first: Tensor, second: Tensor, rounding_key: int) -> None:
+        """Stores what ``read`` gave, changed. bfloat16 is rounded to a neighbour by chance, drawn from
+        ``rounding_key``, 64 bits, and each parameter's place."""
+        if self.format == "bf16":
+            places = torch.arange(self.first_place, self.first_place + len(self))
+            drawn = draws(places, halves(rounding_key))
+            self.exp_avg.copy_(_rounded(first, drawn & 0xFFFF))
+            self.exp_avg_sq.copy_(_rounded(second, drawn >> 16))
+        elif self.format == "8bit":
+            _encode(first, self.exp_avg, self.exp_avg_scale, True)
+            _encode(second.clamp(max=torch.finfo().max), self.exp_avg_sq, self.exp_avg_sq_scale, False)
+
+
+def _rounded(values: Tensor, drawn: Tensor) -> Tensor:
+    """bfloat16 of float32 ``values``: the upper neighbour where the lower 16 bits and ``drawn`` carry over."""
+    carried = values.view(torch.int32) + torch.where(values.isfinite(), drawn, 0).to(torch.int32)
+    return (carried >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def _decoded(numbers: Tensor, scales: Tensor, signed: bool) -> Tensor:
+    return dynamic_map.values(signed)[numbers.int()] * _by_parameter(scales, len(numbers))
+
+
+def _encode(values: Tensor, numbers: Tensor, scales: Tensor, signed: bool) -> None:
+    padded = torch.nn.functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
+    scales.copy_(padded.abs().amax(1))
+    divisors = torch.where(scales == 0, 1.0, scales)
+    numbers.copy_(dynamic_map.nearest(values / _by_parameter(divisors, len(values)), signed))
+
+
+def _by_parameter(scales: Tensor, count: int) -> Tensor:
+    return scales.repeat_interleave(BLOCK)[:count]
 
 
 class Stored(NamedTuple):

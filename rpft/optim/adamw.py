@@ -9,10 +9,14 @@ from itertools import pairwise
 import torch
 
 from rpft.model.adapters import learns_faster
+from rpft.model.dropout import mix
 from rpft.model.host_store import HostLayer
 from rpft.model.layout import ALIGNMENT_ELEMENTS, align
 from rpft.optim.kernels import Weights
 from rpft.optim.one_pass import OnePass
+
+_ROUNDING = 0x6D6F6D656E7473
+"""What these draws have for themselves among those from one seed."""
 
 BorrowedGradient = tuple[slice, torch.Tensor]
 """A part of a layer's trained elements, and the gradient of another layer's use of it."""
@@ -27,6 +31,8 @@ class AdamW:
     weight_decay: float = 0.0
     fast_ratio: float = 1.0
     """Learning rate of LoRA+'s faster parameters over that of the others."""
+    seed: int = 0
+    """Of the run, for what is rounded by chance."""
 
     def update(
         self,
@@ -45,6 +51,8 @@ class AdamW:
         the copy of the working weights that belongs to the masters, ``target`` the one that will.
         """
         before, after, moments = layer.copy(source), layer.copy(target), layer.moments
+        # A layer's updates are counted in checkpoints, so that a resumed run draws what the unbroken one does.
+        rounding_key = mix(self.seed, _ROUNDING, updates_before, layer.layout.layer)
         fast = fast_parts(layer) if self.fast_ratio != 1.0 else []
         for part, gradients in gradient_parts(layer, borrowed, fast):
             ratio = self.fast_ratio if any(f.start <= part.start < f.stop for f in fast) else 1.0
@@ -58,6 +66,7 @@ class AdamW:
                 weight_decay=self.weight_decay if part.start < layer.layout.num_decayed else 0.0,
                 updates_before=updates_before,
                 gradient_divisor=gradient_divisor,
+                rounding_key=rounding_key,
             )
         layer.latest = target
 

@@ -14,13 +14,15 @@ import tempfile
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from rpft.host import CXX_NAMES, find_compiler
-from rpft.model.moments import Moments
+from rpft.model import dynamic_map
+from rpft.model.dropout import halves
+from rpft.model.moments import Moments, StateFormat
 
 SQUARES_ROW = 1024
 """Elements of which the squares are summed in float32; a vector's lanes share them, so an error is about 1e-7."""
@@ -41,14 +43,36 @@ class Weights(NamedTuple):
     """float32; or int16, the half that working weights of bfloat16 lack; or None, where they are float32."""
 
 
+class _State(ctypes.Structure):
+    """State of one_pass.cpp."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")),
+        *((name, _POINTER) for name in ("signed_values", "unsigned_values", "signed_search", "unsigned_search")),
+        ("first_place", _LONG),
+        ("key_low", ctypes.c_uint32),
+        ("key_high", ctypes.c_uint32),
+    ]
+
+    @classmethod
+    def of(cls, moments: Moments, rounding_key: int) -> _State:
+        stored = moments.exp_avg, moments.exp_avg_sq, moments.exp_avg_scale, moments.exp_avg_sq_scale
+        maps = [
+            table(signed) for table in (dynamic_map.values, dynamic_map.search_table) for signed in (True, False)
+        ]
+        pointers = [tensor.data_ptr() for tensor in (*stored, *maps)]
+        return cls(*pointers, moments.first_place, *halves(rounding_key))
+
+
 class CompiledKernels:
     """The loops of one_pass.cpp over contiguous host tensors [n]; what they take is not checked again."""
 
-    def __init__(self) -> None:
-        """Compiles; OSError where there is no compiler or it fails."""
-        library = _build(files("rpft.optim").joinpath("one_pass.cpp").read_text(encoding="utf-8"))
+    def __init__(self, state_format: StateFormat = "fp32") -> None:
+        """Compiles for moments of ``state_format``; OSError where there is no compiler or it fails."""
+        source = files("rpft.optim").joinpath("one_pass.cpp").read_text(encoding="utf-8")
+        library = _build(source, f"-DSTATE_FORMAT={get_args(StateFormat).index(state_format)}")
         self._adamw, self._square_sums = library.adamw, library.square_sums
-        self._adamw.argtypes = [_LONG, _POINTER, _POINTER, _INT, *[_POINTER] * 7]
+        self._adamw.argtypes = [_LONG, _POINTER, _POINTER, _INT, *[_POINTER] * 6]
         self._square_sums.argtypes = [_LONG, _LONG, _POINTER, _POINTER, _INT, _POINTER]
         self._adamw.restype = self._square_sums.restype = None
 
@@ -57,12 +81,14 @@ class CompiledKernels:
         gradients: Sequence[Tensor],
         weights: Weights,
         moments: Moments,
+        rounding_key: int,
         numbers: Tensor,
     ) -> None:
         """AdamW with ``numbers``, float32 [8]: the scale of the gradient, what weight decay leaves, 1 - beta1,
         beta2, 1 - beta2, the learning rate and the root of the second moment both with their bias correction, eps.
 
-        ``gradients``: one or two, float32 or bfloat16. Working weights of float16 are not written.
+        ``gradients``: one or two, float32 or bfloat16. Working weights of float16 are not written. Moments of
+        bfloat16 are rounded by chance, as ``rounding_key``, 64 bits, has it.
         """
         master, split = weights.master, weights.master is not None and weights.master.dtype == torch.int16
         written = weights.after.dtype != torch.float16
@@ -73,8 +99,7 @@ class CompiledKernels:
             weights.after.data_ptr() if written else None,
             None if master is None or split else master.data_ptr(),
             master.data_ptr() if master is not None and split else None,
-            moments.exp_avg.data_ptr(),
-            moments.exp_avg_sq.data_ptr(),
+            ctypes.byref(_State.of(moments, rounding_key)),
             numbers.data_ptr(),
         )
 
@@ -85,13 +110,13 @@ class CompiledKernels:
         return sums
 
 
-def _build(source: str) -> ctypes.CDLL:
+def _build(source: str, define: str) -> ctypes.CDLL:
     command = find_compiler("CXX", CXX_NAMES)
     if command is None:
         raise OSError("no C++ compiler is found: install g++ or set $CXX")
     with tempfile.TemporaryDirectory(prefix="rpft-") as folder:
         library = Path(folder) / "one_pass.so"
-        words = [*command, *_FLAGS.split(), "-x", "c++", "-", "-o", str(library)]
+        words = [*command, *_FLAGS.split(), define, "-x", "c++", "-", "-o", str(library)]
         done = subprocess.run(words, input=source, capture_output=True, text=True, check=False)
         if done.returncode:
             said = (done.stderr.strip() or "no reason given").splitlines()[0]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from rpft.model.moments import Moments, moments_bytes, moments_in
+from rpft.model.moments import Moments, StateFormat, moments_bytes, moments_in
 from rpft.model.split_float import join, split_into
 from rpft.optim.kernels import SQUARES_ROW, CompiledKernels, Weights
 from rpft.optim.threads import choose, measure, openmp_threads, thread_counts
@@ -76,6 +76,10 @@ class OnePass(ABC):
     num_threads: int | None = None
     """OpenMP threads of every call; None: as many as the calling thread has set otherwise."""
 
+    def __init__(self, state_format: StateFormat = "fp32") -> None:
+        """``state_format``: of the moments that are updated."""
+        self.state_format: StateFormat = state_format
+
     def adamw_pass(
         self,
         gradients: Sequence[Tensor],
@@ -88,16 +92,20 @@ class OnePass(ABC):
         weight_decay: float,
         updates_before: int,
         gradient_divisor: float,
+        rounding_key: int = 0,
     ) -> None:
         """One update, as ``torch.optim.AdamW`` does it (Loshchilov and Hutter, arXiv 1711.05101).
 
         The gradient is the float32 sum of ``gradients``, which are not modified, over ``gradient_divisor``.
         Masters and ``moments`` are updated in place; ``weights.after`` becomes the
         masters rounded to nearest, a tie to even where they are whole and away from zero where they lie in two
-        halves (model/split_float.py). ``updates_before`` counts the updates so far, for the bias correction. No
-        element's result depends on the number of threads.
+        halves (model/split_float.py). ``updates_before`` counts the updates so far, for the bias correction.
+        The update takes the new moments before they are rounded for their format (model/moments.py), with bf16 by
+        chance that ``rounding_key``, 64 bits, and each element's place decide. No element's result depends on the
+        number of threads.
         """
         before, after, master = weights
+        assert moments.format == self.state_format
         assert before.dtype == after.dtype
         if master is None or master.dtype == torch.int16:
             assert after.dtype == (torch.float32 if master is None else torch.bfloat16)
@@ -106,7 +114,7 @@ class OnePass(ABC):
         if len(after) > 0:
             numbers = _Numbers(learning_rate, betas, eps, weight_decay, updates_before, gradient_divisor)
             with openmp_threads(self.num_threads):
-                self._update(gradients, weights, moments, numbers)
+                self._update(gradients, weights, moments, rounding_key, numbers)
 
     def square_sum(self, gradients: Sequence[Tensor]) -> float:
         """The sum of the squares of the sum of ``gradients``; not finite when an element of it is not.
@@ -129,6 +137,7 @@ class OnePass(ABC):
         gradients: Sequence[Tensor],
         weights: Weights,
         moments: Moments,
+        rounding_key: int,
         numbers: _Numbers,
     ) -> None: ...
 
@@ -139,18 +148,20 @@ class OnePass(ABC):
 class CompiledPass(OnePass):
     """Compiled loops, one a combination of types."""
 
-    def __init__(self) -> None:
-        """Compiles, once a process; OSError where that fails."""
-        self._kernels = _compiled_once()
+    def __init__(self, state_format: StateFormat = "fp32") -> None:
+        """Compiles, once a process and format; OSError where that fails."""
+        super().__init__(state_format)
+        self._kernels = _compiled_once(state_format)
 
     def _update(
         self,
         gradients: Sequence[Tensor],
         weights: Weights,
         moments: Moments,
+        rounding_key: int,
         numbers: _Numbers,
     ) -> None:
-        self._kernels.adamw(gradients, weights, moments, numbers.tensor())
+        self._kernels.adamw(gradients, weights, moments, rounding_key, numbers.tensor())
         if weights.after.dtype == torch.float16:  # has no loop: torch rounds the master
             assert weights.master is not None
             weights.after.copy_(weights.master)
@@ -162,7 +173,8 @@ class CompiledPass(OnePass):
 class FusedPass(OnePass):
     """torch's fused kernel and copies, block by block."""
 
-    def __init__(self) -> None:
+    def __init__(self, state_format: StateFormat = "fp32") -> None:
+        super().__init__(state_format)
         self._block = torch.empty(_FUSED_BLOCK, dtype=torch.float32)
 
     def _update(
@@ -170,11 +182,14 @@ class FusedPass(OnePass):
         gradients: Sequence[Tensor],
         weights: Weights,
         moments: Moments,
+        rounding_key: int,
         numbers: _Numbers,
     ) -> None:
         for part, gradient in self._summed(gradients):
             before, after = weights.before[part], weights.after[part]
             master = None if weights.master is None else weights.master[part]
+            stored = moments[part]
+            exp_avg, exp_avg_sq = stored.read()
             if master is None:
                 values = after.copy_(before)
             else:
@@ -182,8 +197,8 @@ class FusedPass(OnePass):
             adamw(
                 [values],
                 [gradient.div_(numbers.gradient_divisor)],
-                [moments.exp_avg[part]],
-                [moments.exp_avg_sq[part]],
+                [exp_avg],
+                [exp_avg_sq],
                 [],
                 [torch.tensor(float(numbers.updates_before))],
                 fused=True,
@@ -195,6 +210,7 @@ class FusedPass(OnePass):
                 eps=numbers.eps,
                 maximize=False,
             )
+            stored.write(exp_avg, exp_avg_sq, rounding_key)
             if master is not None and master.dtype == torch.int16:
                 split_into(after, master, values)
             else:
@@ -217,8 +233,10 @@ class FusedPass(OnePass):
             yield part, block
 
 
-def prepare(*, spare_cores: int = SPARE_CORES, num_threads: int | None = None) -> OnePass:
-    """Compiled kernels, on ``num_threads``, or as many as a measurement finds best.
+def prepare(
+    state_format: StateFormat = "fp32", *, spare_cores: int = SPARE_CORES, num_threads: int | None = None
+) -> OnePass:
+    """Compiled kernels for moments of ``state_format``, on ``num_threads`` or what a measurement finds best.
 
     Compiles here and nowhere later, which takes about a second. Where that fails torch's fused kernel is used, and
     a warning says so once.
@@ -226,7 +244,7 @@ def prepare(*, spare_cores: int = SPARE_CORES, num_threads: int | None = None) -
     The measurement takes under a second and 0.5 GB for that long. It tries no more threads than the process has
     cores less ``spare_cores``; where that leaves one, there is nothing to measure.
     """
-    kernels = _compiled_or_fused()
+    kernels = _compiled_or_fused(state_format)
     if num_threads is None:
         counts = thread_counts(spare_cores)
         num_threads = counts[0]
@@ -238,7 +256,8 @@ def prepare(*, spare_cores: int = SPARE_CORES, num_threads: int | None = None) -
 
 def scratch(kernels: OnePass, num_params: int = _SCRATCH_ELEMENTS) -> Callable[[], None]:
     """A pass over ``num_params`` made-up parameters in bfloat16, to be measured."""
-    moments = moments_in(torch.zeros(moments_bytes("fp32", num_params), dtype=torch.uint8), "fp32", num_params)
+    state = torch.zeros(moments_bytes(kernels.state_format, num_params), dtype=torch.uint8)
+    moments = moments_in(state, kernels.state_format, num_params)
     gradient, working = (torch.ones(num_params, dtype=torch.bfloat16) for _ in range(2))
     weights = Weights(working, working, torch.zeros(num_params, dtype=torch.int16))
     return lambda: kernels.adamw_pass(
@@ -264,20 +283,20 @@ def measured_rate(kernels: OnePass) -> float:
     return _SCRATCH_ELEMENTS / min(seconds)
 
 
-def _compiled_or_fused() -> OnePass:
+def _compiled_or_fused(state_format: StateFormat) -> OnePass:
     try:
-        return CompiledPass()
+        return CompiledPass(state_format)
     except OSError as error:
         _warn_once(
             "the optimizer's one-pass kernel could not be compiled, so torch's fused kernel is used: the same"
             f" update, slower ({error})"
         )
-        return FusedPass()
+        return FusedPass(state_format)
 
 
 @functools.cache
-def _compiled_once() -> CompiledKernels:
-    return CompiledKernels()
+def _compiled_once(state_format: StateFormat) -> CompiledKernels:
+    return CompiledKernels(state_format)
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from rpft.model.graphs import KernelKind
 from rpft.model.head import HEAD_CHUNK_TOKENS
 from rpft.model.host_store import store_bytes
 from rpft.model.layout import LayerLayout
+from rpft.model.moments import StateFormat
 from rpft.plan.plan import Plan, Stage
 from rpft.plan.profile import LayerProfile, memory_measured
 from rpft.plan.sizes import RESULTS_IN_FLIGHT, boundary_buffers, worker_sizes
@@ -82,6 +83,8 @@ class Workload:
     """Workers that have no memory of their own: those of the CPU pool."""
     readers: int = 0
     """Workers that read frozen weights ahead from the disk; 0 where those lie in RAM."""
+    state_format: StateFormat = "fp32"
+    """Of the moments."""
 
 
 def make_bill(plan: Plan, layouts: list[LayerLayout], work: Workload) -> Bill:
@@ -95,6 +98,7 @@ def make_bill(plan: Plan, layouts: list[LayerLayout], work: Workload) -> Bill:
             work.gradient_dtype,
             two_copies=work.delayed,
             whole_masters=work.whole_masters,
+            state_format=work.state_format,
             frozen_on_disk=work.readers > 0,
         ),
         "hidden states between stages": boundary_buffers(plan, _first_trained(layouts)) * boundary,

@@ -20,11 +20,12 @@ from rpft.errors import UserError
 from rpft.model.graphs import KernelKind
 from rpft.model.head import HEAD_CHUNK_TOKENS
 from rpft.model.layout import LayerLayout
+from rpft.model.moments import StateFormat
 from rpft.model.skeleton import Skeleton
 from rpft.plan.bill import HEAD_CHUNK_BYTES_PER_LOGIT, Workload, estimated_block_bytes
 from rpft.plan.costs import layer_costs
 from rpft.plan.profile import LayerProfile
-from rpft.plan.simulate import UPDATE_BYTES, Rates
+from rpft.plan.simulate import Rates, update_bytes
 from rpft.recipe.section import Section, listed
 
 ACHIEVED = 0.71
@@ -38,7 +39,9 @@ times of 8B's and 32B's blocks come out about right (docs/planning.md)."""
 _UPDATE_SHARE = 0.75
 """Of the host's memory bandwidth, what the optimizer's pass over a parameter's bytes reaches."""
 
-_UPDATES_OF_A_CORE = 5e8
+_UPDATES_OF_A_CORE: dict[StateFormat, float] = {"fp32": 5e8, "bf16": 5e8, "8bit": 2.5e8}
+"""Moments of 8 bits keep a core busy: a quarter of the rate of float32 ones on one core (benchmarks/README.md)."""
+
 _KEPT_BY_CUDA = 0.06
 """Of a card's memory: context, libraries, what the allocator cannot use."""
 
@@ -107,14 +110,19 @@ class Machine(Section):
 
     @property
     def rates(self) -> Rates:
+        """Of links, and of an optimizer with float32 moments."""
+        return self.rates_with("fp32")
+
+    def rates_with(self, state_format: StateFormat) -> Rates:
         """Of links and optimizer; where cards differ every link is as slow as the slowest."""
         link = min(kind.link_gbps for kind in self.gpus) * 1e9
-        host = self.host
-        update = min(_UPDATES_OF_A_CORE * host.cores, _UPDATE_SHARE * host.memory_gbps * 1e9 / UPDATE_BYTES)
+        host, traffic = self.host, update_bytes(state_format)
+        cores = _UPDATES_OF_A_CORE[state_format] * host.cores
+        update = min(cores, _UPDATE_SHARE * host.memory_gbps * 1e9 / traffic)
         shared = self.shared_link
         if shared is None or shared.gbps * 1e9 >= shared.gpus * link:
-            return Rates(link, link, update)
-        return Rates(link, link, update, shared.gpus, link / (shared.gbps * 1e9))
+            return Rates(link, link, update, update_bytes=traffic)
+        return Rates(link, link, update, shared.gpus, link / (shared.gbps * 1e9), traffic)
 
     def with_workers(self, count: int) -> Machine:
         """This machine with its first ``count`` cards; UserError where it has fewer."""

@@ -15,7 +15,7 @@ import numpy as np
 from rpft import files, host
 from rpft.errors import UserError
 from rpft.plan.profile import LayerProfile
-from rpft.plan.simulate import Rates
+from rpft.plan.simulate import Rates, update_bytes
 
 PROFILE_VERSION = 1
 
@@ -108,6 +108,7 @@ class Profile:
         """Of the slowest link and the optimizer; of a switch too, where links hold one another up."""
         up, down = (min(link[way] for link in self.links) for way in (0, 1))
         share, workers = 0.0, len(self.links)
+        traffic = update_bytes(self.conditions.get("state", "fp32"))
         if self.links_together:
             # Both ways have one share in the simulator, the one that holds up more.
             shares = [
@@ -116,8 +117,8 @@ class Profile:
             ]
             share = max(shares)
         if share * workers * _SWITCHED <= 1:
-            return Rates(up, down, self.updates)
-        return Rates(up, down, self.updates, workers, share)
+            return Rates(up, down, self.updates, update_bytes=traffic)
+        return Rates(up, down, self.updates, workers, share, traffic)
 
     def to_json(self) -> str:
         """The profile file's text."""

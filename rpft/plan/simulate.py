@@ -12,12 +12,10 @@ from typing import Protocol
 
 import numpy as np
 
+from rpft.model.moments import BLOCK, StateFormat, moments_bytes
 from rpft.plan.costs import LayerLoad
 from rpft.plan.plan import Plan
 from rpft.plan.pool import Pool, SlotTimes, SlotWork
-
-UPDATE_BYTES = 26
-"""Of memory traffic for a parameter's update."""
 
 _SLOT_SECONDS = 3e-4
 """What it takes to begin and end a slot."""
@@ -45,6 +43,8 @@ class Rates:
     """Workers whose links meet in one switch."""
     switch_share: float = 0.0
     """A link's bytes a second over those of its switch; 0 where the switch carries all its links at once."""
+    update_bytes: float = 26.0
+    """Memory traffic for a parameter's update; the default is with float32 moments."""
 
     @property
     def memory(self) -> float:
@@ -52,7 +52,12 @@ class Rates:
 
         Measured: an update of 26 bytes a parameter, slowed down by the hidden states that go down beside it.
         """
-        return 1.4 * UPDATE_BYTES * self.update
+        return 1.4 * self.update_bytes * self.update
+
+
+def update_bytes(state_format: StateFormat) -> float:
+    """Memory traffic for a parameter's update: a bfloat16 gradient, a master in two halves, the moments."""
+    return 10 + 2 * moments_bytes(state_format, BLOCK) / BLOCK
 
 
 ASSUMED_RATES = Rates(up=25e9, down=25e9, update=2e9)

@@ -1,6 +1,7 @@
 """Training checkpoints on disk: what is in one, which are whole, which may go.
 
-    OUTPUT_DIR/checkpoints/step-00000020/layer-00003.safetensors    master.NAME, exp_avg.NAME, exp_avg_sq.NAME
+    OUTPUT_DIR/checkpoints/step-00000020/layer-00003.safetensors    master.NAME, exp_avg.NAME, exp_avg_sq.NAME;
+                                                                    with 8 bits exp_avg_scale.NAME and its like
                                         /state.json                 step, counters, what the run is; size and
                                                                     SHA-256 of every file, and of itself
 
@@ -28,10 +29,11 @@ from safetensors import safe_open
 
 from rpft import files
 from rpft.errors import UserError
-from rpft.model.host_store import HostStore
+from rpft.model.host_store import HostLayer, HostStore
 from rpft.model.layout import LayerLayout
-from rpft.model.moments import StateFormat, stored_parts
-from rpft.recipe.schema import Adapter, Model
+from rpft.model.moments import Moments, StateFormat, moments_bytes, moments_in, stored_parts
+from rpft.model.pages import zeroed_pages
+from rpft.recipe.schema import Adapter, Model, Optimizer
 from rpft.train.shards import FileRecord, TensorEntry, file_record, shard_bytes, write_shard
 
 logger = logging.getLogger(__name__)
@@ -46,6 +48,8 @@ _STATE_BYTES = 64 << 10
 _MOST_STATE_BYTES = 64 << 20
 _FILE = re.compile(r"layer-\d{5}\.safetensors")
 _READING_THREADS = 4
+_FORMATS: dict[str, StateFormat] = {"F32": "fp32", "BF16": "bf16", "U8": "8bit"}
+"""Of moments, by what safetensors calls their type."""
 
 
 class _Torn(Exception):
@@ -219,6 +223,8 @@ def _read_manifest(path: Path) -> tuple[TrainState, dict[str, FileRecord]]:
         # Keys of these sections that came later stood at their defaults.
         if run.get("model"):
             run["model"] = {**Model(path=run["model"]["path"]).model_dump(mode="json"), **run["model"]}
+        if run.get("optimizer"):
+            run["optimizer"] = {**Optimizer().model_dump(mode="json"), **run["optimizer"]}
         if run.get("adapter"):
             run["adapter"] = {**Adapter().model_dump(mode="json"), **run["adapter"]}
         state.about.items()
@@ -270,16 +276,20 @@ def read_state(path: Path) -> TrainState:
 
 
 def _entries(
-    layout: LayerLayout, lagging: bool, state_format: StateFormat, store: HostStore | None = None
+    layout: LayerLayout,
+    lagging: bool,
+    state_format: StateFormat,
+    layer: HostLayer | None = None,
+    moments: Moments | None = None,
 ) -> Iterator[TensorEntry]:
-    """What the file of a layer holds. Without ``store`` the entries are good for their sizes only."""
+    """What the file of ``layer`` and its ``moments`` holds. Without these entries are good for sizes only."""
 
     def read(kind: str, offset: int, first: int, stop: int) -> torch.Tensor:
-        assert store is not None
-        layer, first, stop = store.layers[layout.layer], offset + first, offset + stop
+        assert layer is not None
+        first, stop = offset + first, offset + stop
         if kind == "master":
             return layer.master_values(first, stop)
-        return (layer.lagging if kind == "working" else getattr(layer.moments, kind))[first:stop]
+        return (layer.lagging if kind == "working" else getattr(moments, kind))[first:stop]
 
     for name, (spec, byte_offset) in layout.own.items():
         if not spec.trained:
@@ -303,7 +313,9 @@ def write_layer(
     store: HostStore, lagging: bool, layer: int, path: Path, go_on: Callable[[int], None]
 ) -> FileRecord:
     """Writes masters and moments of ``layer``, ``lagging`` its working weights too. ``go_on``: see write_shard."""
-    return write_shard(path, list(_entries(store.layers[layer].layout, lagging, store.state_format, store)), go_on)
+    held = store.layers[layer]
+    entries = _entries(held.layout, lagging, store.state_format, held, held.moments)
+    return write_shard(path, list(entries), go_on)
 
 
 def master_place(path: Path, layer: int, name: str) -> tuple[Path, str]:
@@ -312,15 +324,20 @@ def master_place(path: Path, layer: int, name: str) -> tuple[Path, str]:
 
 
 def restore(path: Path, store: HostStore, lagging: bool) -> None:
-    """Fills masters, moments and working weights of ``store``; UserError for tensors of another shape."""
+    """Fills masters, moments and working weights of ``store``; UserError for tensors of another shape.
+
+    Moments of another format are taken over where that is exact: into float32.
+    """
     for layer in store.layers:
         if not layer.layout.num_trained:
             continue
         file = path / _layer_file(layer.layout.layer)
-        entries = list(_entries(layer.layout, lagging, store.state_format, store))
         with safe_open(file, framework="pt") as handle:
-            shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
-            for entry in entries:
+            found = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
+            shapes = {name: tuple(tensor.get_shape()) for name, tensor in found.items()}
+            dtypes = {tensor.get_dtype() for name, tensor in found.items() if name.startswith("exp_avg.")}
+            moments = _moments_for(layer, next((_FORMATS[d] for d in dtypes if d in _FORMATS), "fp32"), file)
+            for entry in _entries(layer.layout, lagging, moments.format, layer, moments):
                 if shapes.get(entry.name) != entry.shape:
                     raise UserError(
                         f"{file}: {entry.name} is {shapes.get(entry.name)}, and the model now has {entry.shape}"
@@ -331,3 +348,22 @@ def restore(path: Path, store: HostStore, lagging: bool) -> None:
                     store.write(name, value)
                 else:
                     entry.read(0, entry.num_elements).copy_(value.flatten())
+        if moments.format != layer.state_format:
+            for mine, theirs in zip((layer.exp_avg, layer.exp_avg_sq), moments.read(), strict=True):
+                mine.copy_(theirs)
+
+
+def _moments_for(layer: HostLayer, state_format: StateFormat, file: Path) -> Moments:
+    """Those of ``layer``, or as many of ``state_format`` in memory of their own, to become the layer's.
+
+    UserError where they would be rounded.
+    """
+    if state_format == layer.state_format:
+        return layer.moments
+    if layer.state_format != "fp32":
+        raise UserError(
+            f"{file}: its moments are {state_format}, and optimizer.state is {layer.state_format}, which would"
+            f" round them: set optimizer.state to {state_format}, or to fp32, which takes them over as they are"
+        )
+    count = layer.layout.num_trained
+    return moments_in(zeroed_pages(moments_bytes(state_format, count)), state_format, count)

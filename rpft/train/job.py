@@ -106,6 +106,7 @@ class Job:
             whole_masters,
             workers_in_ram,
             num_workers if self.on_disk else 0,
+            self.recipe.optimizer.state,
         )
 
     def parts(self) -> dict[str, Any]:

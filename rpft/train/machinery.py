@@ -72,6 +72,7 @@ class Machinery:
                 settings.eps,
                 settings.weight_decay,
                 fast_ratio=1.0 if adapter is None else adapter.lr_ratio_b,
+                seed=train.seed,
             ),
             schedule,
             train.max_grad_norm,

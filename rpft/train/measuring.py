@@ -102,6 +102,7 @@ class Workbench:
             "adapter": job.recipe.adapter and job.recipe.adapter.model_dump(mode="json"),
             "dtype": str(job.dtype).removeprefix("torch."),
             "gradients": str(job.gradient_dtype).removeprefix("torch."),
+            "state": job.recipe.optimizer.state,
             "kernels": job.kernels.kind,
             "deterministic": engine.deterministic,
             "rows": job.rows,

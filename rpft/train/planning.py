@@ -100,7 +100,7 @@ class Planned(Job):
     @property
     def checkpoint_bytes(self) -> int:
         """Of one checkpoint."""
-        return checkpoint_bytes(self.layouts, self.delayed)
+        return checkpoint_bytes(self.layouts, self.delayed, self.recipe.optimizer.state)
 
     @property
     def num_checkpoints(self) -> int:
@@ -377,7 +377,7 @@ def plan_for_machine(recipe: Recipe, machine: Machine, name: str) -> Planned:
         vram_bytes=min(machine.vram_bytes, recipe.engine.vram_limit or machine.vram_bytes),
         ram_bytes=recipe.engine.ram_limit or machine.ram_bytes,
         disk_bytes=None,
-        rates=machine.rates,
+        rates=machine.rates_with(recipe.optimizer.state),
         speeds=None if speeds is None else tuple(speeds),
     )
 

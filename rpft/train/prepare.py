@@ -73,7 +73,8 @@ def workbench(job: Job, devices: list[Device]) -> Workbench:
         for reason in dict.fromkeys(map(adopt, functions)):
             if reason is not None:
                 logger.warning("packed rows attend with masks, which is slower: %s", reason)
-    return Workbench(job, devices, functions, prepare_one_pass(num_threads=recipe.engine.cpu_threads))
+    one_pass = prepare_one_pass(recipe.optimizer.state, num_threads=recipe.engine.cpu_threads)
+    return Workbench(job, devices, functions, one_pass)
 
 
 def plan_here(bench: Workbench, profile: Profile | None) -> Prepared:

@@ -18,7 +18,7 @@ from rpft import files
 _CHUNK_BYTES = 16 << 20
 """What is written and hashed at a time, and how long a save that is given up may go on."""
 
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 
 
 @dataclass(frozen=True)

@@ -149,6 +149,8 @@ def _smaller_changes(planned: Planned) -> Iterator[_Change]:
         yield _Change("engine.host_store=mmap", recipe.with_values("engine", host_store="mmap"))
     if recipe.model.dtype == "float32":
         yield _Change("model.dtype=bfloat16", recipe.with_values("model", dtype="bfloat16"))
+    for state in {"fp32": ("bf16", "8bit"), "bf16": ("8bit",)}.get(recipe.optimizer.state, ()):
+        yield _Change(f"optimizer.state={state}", recipe.with_values("optimizer", state=state))
     if planned.delayed:
         yield _Change("optimizer.update=sync", recipe.with_values("optimizer", update="sync"))
     if planned.rows > 1:
