@@ -2,87 +2,138 @@
 
     python benchmarks/optimizer_states.py [--steps 300] [--rows 2] [--length 64] [--json FILE]
 
-SmolLM2-135M-Instruct, every weight trained in bfloat16 on the quickstart's rows (`make quickstart` gets both), by
-`rpft train`: one run for each format of `optimizer.state`, same seed, same rows, one worker on one thread. The loss
-of a step is that of a few short rows, so that single steps say little: compared are the mean over all steps, over
-the last fifty, and the evaluation loss at the end. The rate of updates is of the one pass alone, on one thread.
+SmolLM2-135M-Instruct, every weight trained in bfloat16 on the quickstart's rows (`make quickstart` gets both), every
+token of them: a plain loop of transformers' model, whose weights and gradients are views of what the one pass updates,
+masters in two halves, as a run does. One model for each format of `optimizer.state`, step by step in turn, with the
+same rows. A step is a few short rows, so that single losses say little: compared are means over all steps and over
+the last fifty, and the loss of rows that were held out. The rate of updates is of the one pass alone, on one thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
 from record import ROOT, machine, write_record
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rpft.model.moments import BLOCK, StateFormat, moments_bytes
+from rpft.model.moments import BLOCK, StateFormat, moments_bytes, moments_in
+from rpft.optim.kernels import Weights
 from rpft.optim.one_pass import CompiledPass, measured_rate
+from rpft.optim.schedule import Schedule
 
-_LAST = 50
-_SETTINGS = {
-    "adapter": "null",
-    "data.truncation": "right",
-    "train.learning_rate": 5e-5,
-    "train.gradient_accumulation_steps": 1,
-    "train.warmup_ratio": 0.03,
-    "engine.num_microbatches": "null",
-    "engine.workers": 1,
-    "engine.cpu_threads": 1,
-}
-"""Beside those of recipes/quickstart.yaml."""
+MODEL, ROWS = ROOT / "models/SmolLM2-135M-Instruct", ROOT / "out/quickstart-data"
+LEARNING_RATE, HELD_OUT_BATCHES, LAST = 5e-5, 8, 50
 
 Result = dict[str, Any]
+
+
+class Training:
+    """Weights of ``model`` in memory of their own, flat, with what updates them."""
+
+    def __init__(self, model: torch.nn.Module, state: StateFormat, gradient: torch.Tensor) -> None:
+        self.parameters = list(model.parameters())
+        self.gradient = gradient
+        self.working = torch.cat([p.detach().flatten() for p in self.parameters])
+        self.remainder = torch.zeros(len(self.working), dtype=torch.int16)
+        size = moments_bytes(state, len(self.working))
+        self.moments = moments_in(torch.zeros(size, dtype=torch.uint8), state, len(self.working))
+        self.kernels = CompiledPass(state)
+        self.kernels.num_threads = 1
+
+    def put_into_model(self) -> None:
+        start = 0
+        for parameter in self.parameters:
+            stop = start + parameter.numel()
+            parameter.data = self.working[start:stop].view_as(parameter)
+            parameter.grad = self.gradient[start:stop].view_as(parameter)
+            start = stop
+
+    def update(self, step: int, learning_rate: float) -> None:
+        norm = math.sqrt(self.kernels.square_sum([self.gradient]))
+        self.kernels.adamw_pass(
+            [self.gradient],
+            Weights(self.working, self.working, self.remainder),
+            self.moments,
+            learning_rate=learning_rate,
+            betas=(0.9, 0.999),
+            eps=1e-8,
+            weight_decay=0.0,
+            updates_before=step - 1,
+            gradient_divisor=max(1.0, norm),
+            rounding_key=step,
+        )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rows", type=int, default=2, help="rows of a step")
-    parser.add_argument("--length", type=int, default=64, help="tokens to which rows are cut")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a row")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    found = {state: losses(state, arguments) for state in get_args(StateFormat)}
-    results = [result for state in found for result in [*of_run(state, found), *of_pass(state)]]
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16)
+    gradient = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.bfloat16)
+    trainings = {state: Training(model, state, gradient) for state in get_args(StateFormat)}
+    batches, held_out = (batches_of(name, arguments.rows, arguments.length) for name in ("train", "eval"))
+    schedule = Schedule("cosine", LEARNING_RATE, arguments.steps, warmup_ratio=0.03)
+    losses: dict[StateFormat, list[float]] = {state: [] for state in trainings}
+    for step in range(1, arguments.steps + 1):
+        for state, training in trainings.items():
+            training.put_into_model()
+            gradient.zero_()
+            batch = batches[(step - 1) % len(batches)]
+            loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+            loss.backward()
+            training.update(step, schedule(step))
+            losses[state].append(float(loss.detach()))
+        if step % 10 == 0:
+            print(step, {state: round(steps[-1], 4) for state, steps in losses.items()}, flush=True)
+    held = {state: evaluate(model, training, held_out) for state, training in trainings.items()}
+    results = [result for state in losses for result in [*of_run(state, losses, held), *of_pass(state)]]
     for result in results:
-        print(f"{result['case']:5} {result['metric']:40} {result['value']:9.5g} {result['unit']}")
+        print(f"{result['case']:5} {result['metric']:42} {result['value']:9.5g} {result['unit']}")
     if arguments.json is not None:
         write_record(arguments.json, "optimizer_states", machine(["CPU"]), results)
     return 0
 
 
-def losses(state: StateFormat, arguments: argparse.Namespace) -> tuple[list[float], float]:
-    """(loss of each step, evaluation loss at the end) of a run."""
-    with tempfile.TemporaryDirectory() as folder:
-        settings = _SETTINGS | {
-            "train.max_steps": arguments.steps,
-            "train.micro_batch_size": arguments.rows,
-            "data.max_seq_len": arguments.length,
-            "optimizer.state": state,
-            "output_dir": folder,
-        }
-        words = [f"{key}={value}" for key, value in settings.items()]
-        command = [sys.executable, "-m", "rpft", "train", "recipes/quickstart.yaml", *words]
-        print(f"{state}: {' '.join(command[2:])}", flush=True)
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    steps = [line["loss"] for line in lines if "loss" in line]
-    assert len(steps) == arguments.steps, len(steps)
-    return steps, [line["eval_loss"] for line in lines if "eval_loss" in line][-1]
+def batches_of(name: str, rows: int, length: int) -> list[torch.Tensor]:
+    """The rows of a file as one text, cut into batches of token ids [rows, length], in order."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    lines = (ROWS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    ids: list[int] = []
+    for line in lines:
+        text = tokenizer.apply_chat_template(json.loads(line)["messages"], tokenize=False)
+        ids += tokenizer(text)["input_ids"]
+    count = len(ids) // (rows * length)
+    return list(torch.tensor(ids[: count * rows * length]).view(count, rows, length))
 
 
-def of_run(state: StateFormat, found: dict[StateFormat, tuple[list[float], float]]) -> list[Result]:
+@torch.no_grad()
+def evaluate(model: torch.nn.Module, training: Training, batches: list[torch.Tensor]) -> float:
+    """The mean loss of the first batches that were held out."""
+    training.put_into_model()
+    found = [model(input_ids=b, labels=b, use_cache=False).loss for b in batches[:HELD_OUT_BATCHES]]
+    return statistics.mean(float(loss) for loss in found)
+
+
+def of_run(
+    state: StateFormat, losses: dict[StateFormat, list[float]], held: dict[StateFormat, float]
+) -> list[Result]:
     """What the run of ``state`` came to, and how far that is from float32 moments."""
-    (steps, evaluation), (exact, exact_evaluation) = found[state], found["fp32"]
+    steps, exact = losses[state], losses["fp32"]
     values = {
         "mean loss": (statistics.mean(steps), statistics.mean(exact)),
-        f"mean loss of the last {_LAST} steps": (statistics.mean(steps[-_LAST:]), statistics.mean(exact[-_LAST:])),
-        "evaluation loss at the end": (evaluation, exact_evaluation),
+        f"mean loss of the last {LAST} steps": (statistics.mean(steps[-LAST:]), statistics.mean(exact[-LAST:])),
+        "held-out loss": (held[state], held["fp32"]),
     }
     results = []
     for metric, (value, reference) in values.items():

@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import shutil
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from rpft.model import dynamic_map
 from rpft.model.dropout import draws, halves
-from rpft.model.moments import BLOCK, Moments, moments_bytes, moments_in, stored_parts
+from rpft.model.moments import BLOCK, moments_bytes, moments_in, stored_parts
 from rpft.model.split_float import join, split_into
 from rpft.optim import one_pass
 from rpft.optim.kernels import SQUARES_ROW, Weights
@@ -143,7 +144,7 @@ def test_a_layer_in_parts_and_on_any_threads_is_the_same_layer(state, way):
         kernels.num_threads = threads
         for step in range(3):
             gradient = random(length, step + 1)
-            for start, stop in zip(parts, parts[1:], strict=False):
+            for start, stop in pairwise(parts):
                 part = slice(start, stop)
                 weights = Weights(master[part], master[part], None)
                 update(kernels, weights, moments[part], [gradient[part]], step, key=9)
@@ -221,6 +222,7 @@ def test_moments_of_another_format_than_the_pass_was_made_for_are_refused():
         update(FusedPass("bf16"), Weights(master, master, None), zeros("fp32", BLOCK), [master], 0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 @pytest.mark.parametrize("way", WAYS)
 def test_eight_bits_are_those_of_torchao_but_where_it_loses_a_second_moment(way):
