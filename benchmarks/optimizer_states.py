@@ -2,11 +2,11 @@
 
     python benchmarks/optimizer_states.py [--steps 300] [--rows 2] [--length 64] [--json FILE]
 
-SmolLM2-135M-Instruct, every weight trained in bfloat16 on the quickstart's rows (`make quickstart` gets both), every
-token of them: a plain loop of transformers' model, whose weights and gradients are views of what the one pass updates,
-masters in two halves, as a run does. One model for each format of `optimizer.state`, step by step in turn, with the
-same rows. A step is a few short rows, so that single losses say little: compared are means over all steps and over
-the last fifty, and the loss of rows that were held out. The rate of updates is of the one pass alone, on one thread.
+SmolLM2-135M-Instruct, every weight trained in bfloat16 on the quickstart's rows (`make quickstart` gets both), all
+tokens of them: a plain loop of transformers' model, whose weights and gradients are views of what the one pass
+updates, masters in two halves, as a run does. One model for each format of `optimizer.state`, step by step in
+turn, with the same rows. A step is a few short rows, so that single losses say little: compared are means over all
+steps and over the last fifty, and the loss of rows that were held out. Updates are timed alone, on one thread.
 """
 
 from __future__ import annotations

@@ -144,7 +144,10 @@ def test_every_key_that_holds_a_value_is_described() -> None:
         ("train.seed: 1\n", "train.seed: unknown key; `seed` belongs under `train:`"),
         ("engine: {r: 1}\n", "engine.r: unknown key; `r` belongs under `adapter:`"),
         ("train: {output_dir: x}\n", "train.output_dir: unknown key; `output_dir` belongs at the top level"),
-        ("optimizer: {zzzzzz: 1}\n", "the keys under `optimizer:` are name, update, weight_decay, betas, eps"),
+        (
+            "optimizer: {zzzzzz: 1}\n",
+            "the keys under `optimizer:` are name, state, update, weight_decay, betas, eps",
+        ),
     ],
 )
 def test_an_unknown_key_names_its_line_and_what_was_meant(recipe_file: Path, more: str, message: str) -> None:

@@ -17,9 +17,6 @@ from torch import Tensor
 
 NUM_VALUES = 256
 
-ZERO = {True: 127, False: 0}
-"""The number of 0 in the signed map and in the unsigned one; numbers go with values."""
-
 _DECADES = 7
 
 _KEPT_BITS = 16
@@ -31,9 +28,12 @@ _LEAST, _MOST = ((127 - 22) << 7), (127 << 7)
 
 @functools.cache
 def values(signed: bool) -> Tensor:
-    """What the numbers 0 to 255 stand for, float32, rising."""
+    """What the numbers 0 to 255 stand for, float32: from 0 up, then, in the signed map, from the least up to 0.
+
+    So a zeroed byte is 0, as it is between tensors, and a negative number is its value's in two's complement.
+    """
     found = _magnitudes(signed)
-    return torch.cat([-found[1:-1].flip(0), found]) if signed else found
+    return torch.cat([found, -found[1:-1].flip(0)]) if signed else found
 
 
 @functools.cache
@@ -60,8 +60,8 @@ def nearest(scaled: Tensor, signed: bool) -> Tensor:
     """The numbers, uint8, of the values nearest to ``scaled``, float32 from -1 or 0 to 1."""
     count = torch.bucketize(scaled.abs(), _thresholds(signed))
     if signed:
-        count = torch.where(scaled < 0, -count.clamp(max=ZERO[True]), count)
-    return count.add_(ZERO[signed]).to(torch.uint8)
+        count = torch.where(scaled < 0, NUM_VALUES - count.clamp(max=NUM_VALUES // 2 - 1), count) % NUM_VALUES
+    return count.to(torch.uint8)
 
 
 @functools.cache

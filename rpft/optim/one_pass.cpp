@@ -234,7 +234,7 @@ void update_blocks(int64_t n, Gradient gradients, Master master, const State& s,
 #pragma omp simd
         for (int64_t j = 0; j < length; ++j) {
             const int32_t count = search1.count(j), below = count < 127 ? count : 127;
-            exp_avg[start + j] = uint8_t(127 + (search1.scaled[j] >> 31 ? -below : count));
+            exp_avg[start + j] = uint8_t(search1.scaled[j] >> 31 ? -below : count);
             exp_avg_sq[start + j] = uint8_t(search2.count(j));
         }
     }

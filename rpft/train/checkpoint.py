@@ -336,7 +336,7 @@ def restore(path: Path, store: HostStore, lagging: bool) -> None:
             found = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
             shapes = {name: tuple(tensor.get_shape()) for name, tensor in found.items()}
             dtypes = {tensor.get_dtype() for name, tensor in found.items() if name.startswith("exp_avg.")}
-            moments = _moments_for(layer, next((_FORMATS[d] for d in dtypes if d in _FORMATS), "fp32"), file)
+            moments = _moments_for(layer, _FORMATS[next(iter(dtypes), "F32")], file)
             for entry in _entries(layer.layout, lagging, moments.format, layer, moments):
                 if shapes.get(entry.name) != entry.shape:
                     raise UserError(

@@ -15,6 +15,7 @@ from rpft.model.adapters import LoraSettings
 from rpft.model.host_store import HostStore, store_bytes
 from rpft.model.layers import build_layers, freeze_all, layer_names
 from rpft.model.layout import ALIGNMENT_BYTES, ALIGNMENT_ELEMENTS, Borrow, TensorSpec, build_layouts
+from rpft.model.moments import StateFormat
 from rpft.model.skeleton import build_model, cut
 
 LORA = LoraSettings(r=4, alpha=8.0, dropout=0.0, target_modules="all-linear")
@@ -133,6 +134,16 @@ def test_bytes_a_trained_parameter_of_a_layer_without_padding(
     (layer,) = HostStore(layouts, gradient_dtype=gradients, **choices).layers
     buffers = (layer.weights, *(getattr(layer, flat) for flat in FLAT))
     assert sum(tensor.nbytes for tensor in buffers) == expected * 128 * 128
+
+
+@pytest.mark.parametrize(("state", "moments"), [("fp32", 8 * 256), ("bf16", 4 * 256), ("8bit", 2 * 256 + 8)])
+def test_bytes_of_a_block_of_parameters_with_each_format_of_moments(state: StateFormat, moments: int) -> None:
+    layouts = build_layouts([[spec("w", 256, 3), spec("short", 5, decay=False)]], {})
+    rest = 4 * 256 * (2 + 2 + 4)  # weights, what masters have beyond them, gradients; the short one fills a block
+    assert store_bytes(layouts, state_format=state) == rest + 4 * moments
+    (layer,) = HostStore(layouts, state_format=state).layers
+    assert layer.state.nbytes == 4 * moments
+    assert len(layer.moments) == layer.layout.num_trained == 4 * 256
 
 
 def test_a_layer_of_two_copies_gives_each_with_the_frozen_tensors_that_they_share() -> None:

@@ -10,6 +10,7 @@ import transformers
 
 from rpft.model.adapters import LoraSettings, inject_lora
 from rpft.model.layers import build_layers
+from rpft.model.moments import StateFormat
 from rpft.model.quant_choice import quantize_base
 from rpft.model.skeleton import build_model, cut
 from rpft.plan.bill import Workload, make_bill
@@ -70,6 +71,23 @@ def test_a_plan_for_rows_of_2048_tokens_fits_a_card_of_24_gib(name: str):
         assert 8 * parameters <= bill.host_parts["weights, gradients, optimizer state"] <= 8.01 * parameters
     else:
         assert parameters <= bill.host_parts["weights, gradients, optimizer state"] <= 1.01 * parameters
+
+
+@pytest.mark.parametrize(("state", "fits"), [("fp32", False), ("bf16", True), ("8bit", True)])
+def test_llama_8b_is_trained_in_full_within_96_gib_with_moments_of_fewer_bytes(state: StateFormat, fits: bool):
+    family, settings, _ = SHAPES["Llama-3.1-8B, full"]
+    config = getattr(transformers, family)(**settings)
+    skeleton = cut(build_model(config, torch.bfloat16, "auto"))
+    layouts = build_layers(skeleton, torch.bfloat16)
+    work = Workload(
+        model_shape(config, 2), 4096, 16, False, "compile", gradient_dtype=torch.bfloat16, state_format=state
+    )
+    plan = choose_plan(layouts, skeleton, work, 2, 16, "auto", CARD_BYTES, None)
+    bill = make_bill(plan, layouts, work)
+    assert bill.device <= CARD_BYTES
+    assert (bill.host <= 96 << 30) == fits
+    each = bill.host_parts["weights, gradients, optimizer state"] / sum(x.num_trained for x in layouts)
+    assert each == {"fp32": 14, "bf16": 10, "8bit": 8.03125}[state]
 
 
 def test_an_nf4_base_of_235b_fits_ordinary_ram_and_a_card_of_24_gib():

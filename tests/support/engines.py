@@ -24,12 +24,13 @@ from rpft.model.functions import LayerFunctions
 from rpft.model.graphs import KernelKind
 from rpft.model.host_store import HostLayer, HostStore
 from rpft.model.layers import build_layers
+from rpft.model.moments import StateFormat
 from rpft.model.quant import QuantKind
 from rpft.model.quant_choice import quantize_base
 from rpft.model.skeleton import build_model, cut
 from rpft.optim.adamw import AdamW
 from rpft.optim.host_optimizer import HostOptimizer, UpdateResult
-from rpft.optim.one_pass import OnePass
+from rpft.optim.one_pass import FusedPass, OnePass
 from rpft.optim.schedule import Schedule
 from rpft.plan.plan import Plan, Stage
 
@@ -86,7 +87,7 @@ class Outcome:
         for a, b in zip(self.store.layers, other.store.layers, strict=True):
             found += [
                 f"{kind} of layer {a.layout.layer}"
-                for kind in ("trained weights", "frozen", "second", "master", "exp_avg", "exp_avg_sq")
+                for kind in ("trained weights", "frozen", "second", "master", "state")
                 if not torch.equal(_of(a, kind), _of(b, kind))
             ]
         return found
@@ -138,6 +139,7 @@ def run_engine(
     kernels: KernelKind = "eager",
     gradient_dtype: torch.dtype = torch.float32,
     one_pass: OnePass | None = None,
+    state: StateFormat = "fp32",
     quantize: QuantKind | None = None,
     frozen_in: Path | None = None,
 ) -> Outcome:
@@ -159,6 +161,7 @@ def run_engine(
         devices[0].allocate_host,
         two_copies=update_lag == 1,
         gradient_dtype=gradient_dtype,
+        state_format=state,
         frozen_file=None if frozen_in is None else FrozenFile(frozen_in, layouts, checkpoint.files()),
     )
     load_checkpoint(checkpoint, skeleton, store)
@@ -166,7 +169,10 @@ def run_engine(
         initialise_lora(skeleton, store, seed)
     failure, delays = Failure(), Delays(delays_seed)
     schedule = Schedule("constant", learning_rate, steps)
-    optimizer = HostOptimizer(store, algorithm, schedule, max_grad_norm, failure, delays, kernels=one_pass)
+    kernels_of_update = one_pass or FusedPass(state)
+    optimizer = HostOptimizer(
+        store, algorithm, schedule, max_grad_norm, failure, delays, kernels=kernels_of_update
+    )
     engine = Engine(
         skeleton,
         store,

@@ -18,6 +18,8 @@ PROJECTS = {
     "full bfloat16": ("llama", {"model": {"dtype": "bfloat16"}, "engine": {"host_gradients": "float32"}}),
     "bfloat16 gradients": ("llama", {"model": {"dtype": "bfloat16"}}),
     "traced": ("llama", {"engine": {"kernels": "trace"}, "data": {"max_seq_len": 24, "truncation": "right"}}),
+    "bf16 moments": ("qwen3", {"optimizer": {"state": "bf16"}}),
+    "8-bit moments": ("llama", {"optimizer": {"state": "8bit", "update": "delayed"}, "adapter": {"r": 4}}),
     "delayed": ("llama", {"optimizer": {"update": "delayed"}}),
     "delayed bfloat16": ("llama", {"optimizer": {"update": "delayed"}, "model": {"dtype": "bfloat16"}}),
 }
@@ -57,6 +59,34 @@ def test_gradients_of_another_precision_on_resume_are_refused(runs):
     ran = made.train("precision", "--resume", "engine.host_gradients=float32")
     assert ran.code == 2
     assert "engine.host_gradients was bfloat16 and is float32" in ran.err
+
+
+def test_moments_of_another_format_are_refused_and_by_force_too_unless_they_stay_exact(runs, monkeypatch):
+    made, _ = runs("bf16 moments")
+    with monkeypatch.context() as patch:
+        crash_at(3, patch)
+        assert made.train("formats", "checkpoint.every_steps=2").code == 1
+    ran = made.train("formats", "--resume", "optimizer.state=8bit")
+    assert ran.code == 2
+    assert "optimizer.state was bf16 and is 8bit" in ran.err
+    ran = made.train("formats", "--resume", "--force", "optimizer.state=8bit")
+    assert ran.code == 2
+    assert "its moments are bf16, and optimizer.state is 8bit, which would round them" in ran.err
+    ran = made.train("formats", "--resume", "--force", "optimizer.state=fp32")
+    assert ran.code == 0
+
+
+def test_a_checkpoint_from_before_moments_had_formats_goes_on_with_float32_ones(runs, monkeypatch):
+    made, unbroken = runs("full")
+    with monkeypatch.context() as patch:
+        crash_at(3, patch)
+        assert made.train("plain", "checkpoint.every_steps=2").code == 1
+    state = made.folder / "plain" / "checkpoints" / "step-00000002" / "state.json"
+    older = json.loads(state.read_text())
+    del older["run"]["optimizer"]["state"], older["sha256"]
+    state.write_text(json.dumps({**older, "sha256": content_digest(older)}))
+    resumed = made.train_well("plain", "checkpoint.every_steps=2", "--resume")
+    assert resumed.numbers == unbroken.numbers
 
 
 def test_a_checkpoint_from_before_gradients_could_be_rounded_goes_on_with_float32_ones(runs, monkeypatch):

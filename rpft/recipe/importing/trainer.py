@@ -40,7 +40,10 @@ def optimizer(draft: Draft, key: str, node: Located) -> None:
     elif "adamw" in name and "schedule_free" not in name:
         draft.set("optimizer.name", "adamw", node.where)
         draft.note(
-            Fate.CHANGED, key, node, f"{name} saves VRAM; here moments are float32 in RAM, so plain adamw it is"
+            Fate.CHANGED,
+            key,
+            node,
+            f"{name} saves VRAM; here moments lie in RAM, so plain adamw it is (optimizer.state: 8bit saves RAM)",
         )
     else:
         draft.note(Fate.LOST, key, node, f"{name} is not there; adamw is used, so choose its learning rate")
