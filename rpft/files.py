@@ -5,6 +5,7 @@ They are called through this module (``files.write(...)``), so that a test can p
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -18,6 +19,30 @@ def write(file: BinaryIO, data: bytes | memoryview) -> None:
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) :]
+
+
+def read_at(descriptor: int, target: memoryview, offset: int) -> None:
+    """Fills ``target`` with what lies from ``offset`` on; OSError where the file ends before."""
+    while target:
+        count = os.preadv(descriptor, [target], offset)
+        if count == 0:
+            raise OSError(errno.EIO, "the file ends before what was written to it")
+        target, offset = target[count:], offset + count
+
+
+def write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """Writes all of ``data`` to ``offset``."""
+    while data:
+        count = os.pwritev(descriptor, [data], offset)
+        data, offset = data[count:], offset + count
+
+
+def reserve(descriptor: int, num_bytes: int) -> None:
+    """Makes an empty file ``num_bytes`` of zeros, which the disk has room for from now on; OSError if not."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    else:
+        os.ftruncate(descriptor, num_bytes)
 
 
 def sync(path: Path) -> None:

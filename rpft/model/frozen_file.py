@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -68,11 +67,8 @@ class FrozenFile:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self._partial.open("xb+") as file:
-                if hasattr(os, "posix_fallocate"):
-                    # A page of a mapping that the disk has no room for would end the process with a signal.
-                    os.posix_fallocate(file.fileno(), 0, self.num_bytes)
-                else:
-                    file.truncate(self.num_bytes)
+                # A page of a mapping that the disk has no room for would end the process with a signal.
+                files.reserve(file.fileno(), self.num_bytes)
                 self._mapping = mmap.mmap(file.fileno(), self.num_bytes)
         except OSError as error:
             self._partial.unlink(missing_ok=True)
