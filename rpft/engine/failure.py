@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 
@@ -36,6 +37,18 @@ def out_of_device_memory(error: BaseException) -> bool:
         or (isinstance(cause, RuntimeError) and any(text in str(cause) for text in _ALLOCATION_FAILED))
         for cause in causes(error)
     )
+
+
+class Ending(Protocol):
+    """What a thread asks of the faults of others, and tells of its own."""
+
+    def set(self, error: BaseException) -> None:
+        """Notes an error of the thread."""
+        ...
+
+    def cancel_if_failed(self) -> None:
+        """Ends the calling thread where what others met is to end it."""
+        ...
 
 
 class Failure:
@@ -85,3 +98,16 @@ class Failure:
         """Ends the calling thread unless the run may go on after the failure, with what this thread has begun."""
         if self.lost:
             raise Cancelled
+
+
+class Lasting:
+    """``failure`` for a thread that what an update has begun needs: it ends when the run cannot go on."""
+
+    def __init__(self, failure: Failure) -> None:
+        self._failure = failure
+
+    def set(self, error: BaseException) -> None:
+        self._failure.set(error)
+
+    def cancel_if_failed(self) -> None:
+        self._failure.cancel_if_lost()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rpft.engine.trace import DISK, GRADIENTS, INPUT, OPTIMIZER, TASK, WAIT, WEIGHTS, Cover, Span, Trace
+from rpft.engine.trace import DISK, GRADIENTS, HOST, INPUT, OPTIMIZER, TASK, WAIT, WEIGHTS, Cover, Span, Trace
 
 INPUT_COPY, LAUNCH, NO_WORK = "input copy", "launch", "no work"
 
@@ -14,7 +14,7 @@ CAUSES = {
     INPUT: "an activation, or its gradient, that another slot had yet to give",
     INPUT_COPY: "such a one on its way over the link to this worker",
     WEIGHTS: "weights on their way over the link",
-    DISK: "frozen weights that the disk had yet to give",
+    DISK: "frozen weights that the disk had yet to give, or the optimizer while it waited for it",
     OPTIMIZER: "the optimizer: weights that it had yet to write, or gradients that it had yet to read",
     GRADIENTS: "gradients on their way: no room for the next sum, or the sum of the round before",
     LAUNCH: "nothing: the host had yet to give it the next task",
@@ -54,13 +54,28 @@ class Idle:
 def idle_by_cause(trace: Trace) -> list[Idle]:
     """One account a worker, over the whole of ``trace``."""
     found = []
+    held = [s for s in trace.spans if s.worker == HOST and s.nature == WAIT and s.cause == DISK]
     for worker in dict.fromkeys(worker for worker, stream in trace.rows if stream == "compute"):
         of: dict[str, list[Span]] = {}
         for span in trace.spans:
             if span.worker == worker:
-                of.setdefault(span.stream, []).append(span)
+                of.setdefault(span.stream, []).extend(_cut(span, held))
         found.append(_account(trace, worker, of))
     return found
+
+
+def _cut(span: Span, held: Sequence[Span]) -> list[Span]:
+    """``span``; a wait for the optimizer in parts, those for the disk in which the optimizer was ``held`` up."""
+    if span.nature != WAIT or span.cause != OPTIMIZER:
+        return [span]
+    parts, at = [], span.start_seconds
+    for disk in held:  # in order, and none is in another
+        start, end = max(disk.start_seconds, at), min(disk.end_seconds, span.end_seconds)
+        if start < end:
+            parts.append(replace(span, start_seconds=at, end_seconds=start))
+            parts.append(replace(span, start_seconds=start, end_seconds=end, cause=DISK))
+            at = end
+    return [*parts, replace(span, start_seconds=at)]
 
 
 def _account(trace: Trace, worker: str, of: dict[str, list[Span]]) -> Idle:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from rpft.engine.failure import POLL_SECONDS, Cancelled, EngineError, Failure
+from rpft.engine.failure import POLL_SECONDS, Cancelled, Ending, EngineError
 from rpft.engine.tracer import Clock, HostClock, Recorder
 
 
@@ -38,12 +38,12 @@ class Event:
         """Blocks the thread until the event is issued, at most so long; whether it is."""
         return self._issued.wait(timeout_seconds)
 
-    def wait_issued(self, failure: Failure) -> None:
+    def wait_issued(self, failure: Ending) -> None:
         """Blocks the thread until the event is issued; ends the thread if the engine failed meanwhile."""
         while not self.wait(POLL_SECONDS):
             failure.cancel_if_failed()
 
-    def synchronize(self, failure: Failure) -> None:
+    def synchronize(self, failure: Ending) -> None:
         """Blocks the thread until what the event marks is complete."""
         self.wait_issued(failure)
         if self.native is not None:
@@ -104,7 +104,7 @@ class Stream:
     clock: Clock = HostClock()
     """Says when a ``stamp`` of this stream was."""
 
-    def __init__(self, name: str, failure: Failure, delays: Delays) -> None:
+    def __init__(self, name: str, failure: Ending, delays: Delays) -> None:
         self.name = name
         self.recorder: Recorder | None = None
         self.task = ""
@@ -121,7 +121,7 @@ class Stream:
     def run(self, task: Callable[[], object], what: str, copied_bytes: int = 0) -> None:
         """Queues ``task``; ``what`` names it in a trace and in the report of a fault.
 
-        ``copied_bytes`` above 0 says that the task is a transfer between host and device, of so many bytes.
+        ``copied_bytes`` above 0 says that the task is a transfer between host and device or disk, of so many bytes.
         """
         self._put(lambda: self._carry_out(task, what, copied_bytes), what)
 

@@ -54,7 +54,7 @@ class Span:
     issued_seconds: float
     """When the host began to issue it."""
     copied_bytes: int = 0
-    """Above 0: a transfer between host and device."""
+    """Above 0: a transfer between host and device, or disk."""
     cause: str = ""
     """Of a wait: what for."""
 

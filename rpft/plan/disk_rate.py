@@ -1,4 +1,4 @@
-"""How fast the disk of a folder is read, measured with a file that the system has been told to forget."""
+"""How fast the disk of a folder is read, and written at the same time; measured past the system's cache."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import mmap
 import os
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from rpft import files
-from rpft.model.pages import read_ahead
+from rpft.model.pages import read_ahead, zeroed_pages
+from rpft.model.scratch_file import ScratchFile
 
 _BYTES = 1 << 28
 """256 MiB: a tenth of a second of a fast disk, two seconds of a slow one."""
@@ -42,3 +45,41 @@ def disk_rate(folder: Path, num_bytes: int = _BYTES) -> float | None:
             return num_bytes / (time.perf_counter() - started)
     except OSError:
         return None
+
+
+_RUN_BYTES = 1 << 25
+
+
+@functools.cache
+def turnover_rate(folder: Path, num_bytes: int = _BYTES) -> float | None:
+    """Bytes a second that are read from a file in ``folder`` and written back, both at once, once a process.
+
+    By two threads, in large runs, past the cache: as moments are. None where the folder has no room for that.
+    """
+    runs = range(0, num_bytes, min(_RUN_BYTES, num_bytes))
+    content = zeroed_pages(runs.step).copy_(torch.randint(256, (runs.step,), dtype=torch.uint8))
+    target = zeroed_pages(runs.step)
+
+    def all_runs(move: Callable[[int, torch.Tensor], None], buffer: torch.Tensor) -> None:
+        for start in runs:
+            move(start, buffer)
+
+    try:
+        file = ScratchFile(folder, num_bytes)
+    except OSError:
+        return None
+    try:
+        all_runs(file.write_blocks, content)  # what was never written is not read from the disk either
+        started = time.perf_counter()
+        with ThreadPoolExecutor(2, "disk") as pool:
+            both = [
+                pool.submit(all_runs, file.read_blocks, target),
+                pool.submit(all_runs, file.write_blocks, content),
+            ]
+        for each in both:
+            each.result()
+        return num_bytes / (time.perf_counter() - started)
+    except OSError:
+        return None
+    finally:
+        file.close()

@@ -19,7 +19,8 @@ class Prediction:
     tokens_per_second: float
     """Without padding, as metrics.jsonl counts them."""
     saved_seconds: dict[str, float]
-    """How much shorter a step would be were compute, link, optimizer, fill and drain, or memory no limit."""
+    """How much shorter a step would be were compute, link, optimizer, fill and drain, or memory no limit; and the
+    disk, where moments lie on it."""
     bubble: float
     """Share of the workers' time in which they do not compute."""
     roof_tokens_per_second: float
@@ -45,7 +46,7 @@ class Prediction:
 def predict(plan: Plan, shape: StepShape, rates: Rates, tokens: float) -> Prediction:
     """Plays a step of ``tokens`` real tokens under ``plan``.
 
-    Compute, link and optimizer are made free one at a time, the rest as it is. Fill and drain is what workers wait
+    Compute, link, optimizer and disk are made free one at a time, the rest as it is. Fill and drain is what workers wait
     for one another: the step with links and optimizer free, less the work of all slots spread evenly.
     """
     seconds = step_seconds(plan, shape, rates)
@@ -57,6 +58,8 @@ def predict(plan: Plan, shape: StepShape, rates: Rates, tokens: float) -> Predic
         "optimizer": seconds - step_seconds(plan, shape, replace(rates, update=math.inf)),
         "fill-drain": computed - even,
     }
+    if rates.moments < math.inf:
+        saved["disk"] = seconds - step_seconds(plan, shape, replace(rates, moments=math.inf))
     least = {name: max(0.0, value) for name, value in saved.items()}
     bubble = max(0.0, 1 - even / seconds)
     return Prediction(seconds, tokens / seconds, least, bubble, tokens / roof_seconds(plan, shape))

@@ -25,6 +25,7 @@ LIMITS = {
     "compute": "the products of the layers",
     "link": "weights, gradients and hidden states on their way between RAM and the workers",
     "optimizer": "the update of the weights on the CPU",
+    "disk": "moments on their way from the disk of optimizer.offload and back",
     "fill-drain": "workers that wait for the first and the last slots of a step",
     "memory": "too little memory for a better plan",
 }
