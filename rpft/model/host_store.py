@@ -17,7 +17,8 @@ import torch
 
 from rpft.model.frozen_file import FrozenFile
 from rpft.model.layout import LayerLayout, TensorSpec
-from rpft.model.moments import Moments, StateFormat, moments_bytes, moments_in
+from rpft.model.moments import Moments, StateFormat, moments_bytes, moments_in, stored_parts
+from rpft.model.moments_file import MomentsFile
 from rpft.model.pages import zeroed_pages
 from rpft.model.quant import PackedWeight, Parts
 from rpft.model.split_float import join, split_into
@@ -50,7 +51,8 @@ class HostLayer:
     working weights are float32 themselves."""
     state_format: StateFormat
     state: torch.Tensor
-    """uint8: the moments of the trained parameters, one run of bytes."""
+    """uint8: the moments of the trained parameters, one run of bytes; [0] where they lie in ``moments_file``."""
+    moments_file: MomentsFile | None
     frozen: torch.Tensor
     """uint8 [frozen_bytes]: the end of ``weights``, or of a file."""
     latest: int = 0
@@ -58,16 +60,22 @@ class HostLayer:
 
     @property
     def moments(self) -> Moments:
-        """What ``state`` holds, [num_trained]."""
+        """What ``state`` holds, [num_trained]: only of a layer whose moments lie in RAM."""
         return moments_in(self.state, self.state_format, self.layout.num_trained)
 
     @property
     def exp_avg(self) -> torch.Tensor:
-        return self.moments.exp_avg
+        return self.state_part("exp_avg", 0, self.layout.num_trained)
 
     @property
     def exp_avg_sq(self) -> torch.Tensor:
-        return self.moments.exp_avg_sq
+        return self.state_part("exp_avg_sq", 0, self.layout.num_trained)
+
+    def state_part(self, kind: str, first: int, stop: int) -> torch.Tensor:
+        """Elements ``first`` to ``stop`` of the field ``kind`` of the moments: for reading, since it may be a copy."""
+        if self.moments_file is not None:
+            return self.moments_file.read(self.layout.layer, kind, first, stop)
+        return getattr(self.moments, kind)[first:stop]
 
     @property
     def on_disk(self) -> bool:
@@ -143,18 +151,19 @@ class HostStore:
         gradient_dtype: torch.dtype = torch.float32,
         state_format: StateFormat = "fp32",
         frozen_file: FrozenFile | None = None,
+        moments_file: MomentsFile | None = None,
     ) -> None:
         """Allocates every buffer. Weights and gradients cross the link and come from ``allocate``.
 
         ``two_copies``: of the working weights, as delayed updates need them. ``whole_masters``: float32 masters of
-        bfloat16 weights, 2 bytes more, for an optimizer that would have to join and split halves.
-        ``state_format``: of the moments. ``frozen_file``: where frozen weights lie, None for RAM.
+        bfloat16 weights, 2 bytes more, for an optimizer that would have to join and split halves. ``state_format``:
+        of the moments. ``frozen_file`` and ``moments_file``: where frozen weights and moments lie, None for RAM.
         """
         self._allocate = allocate
         self._two_copies, self._whole_masters = two_copies, whole_masters
         self.gradient_dtype = gradient_dtype
         self.state_format: StateFormat = state_format
-        self._frozen_file = frozen_file
+        self._frozen_file, self.moments_file = frozen_file, moments_file
         self.frozen_is_sealed = frozen_file is not None and frozen_file.whole
         """Whether the frozen weights are there and must not be written: they lie in a file that is whole."""
         parts = [None] * len(layouts) if frozen_file is None else frozen_file.map()
@@ -170,8 +179,9 @@ class HostStore:
         copies = self._two_copies and trained_bytes > 0
         second = self._allocate(trained_bytes) if copies else torch.empty(0, dtype=torch.uint8)
         master = zeroed_pages(master_bytes).view(torch.int16 if master_bytes == trained_bytes else torch.float32)
-        state = zeroed_pages(moments_bytes(self.state_format, layout.num_trained))
-        return HostLayer(layout, weights, second, gradient, master, self.state_format, state, frozen)
+        file = self.moments_file if layout.num_trained else None
+        state = zeroed_pages(moments_bytes(self.state_format, layout.num_trained if file is None else 0))
+        return HostLayer(layout, weights, second, gradient, master, self.state_format, state, file, frozen)
 
     @property
     def on_disk(self) -> bool:
@@ -266,6 +276,15 @@ class HostStore:
             return
         layer.write_master(value.detach().to("cpu", torch.float32).flatten(), start)
 
+    def write_state(self, name: str, kind: str, values: torch.Tensor) -> None:
+        """Stores ``values`` as what the tensor ``name`` has in the field ``kind`` of the moments."""
+        layer, start, _ = self._trained(name)
+        first = start // next(stored.block for stored in stored_parts(self.state_format) if stored.name == kind)
+        if layer.moments_file is not None:
+            layer.moments_file.write(layer.layout.layer, kind, first, values.flatten())
+        else:
+            layer.state_part(kind, first, first + values.numel()).copy_(values.flatten())
+
     def _trained(self, name: str) -> tuple[HostLayer, int, TensorSpec]:
         """(layer, first element, spec) of a trained tensor."""
         layer = self.layers[self._layer_of[name]]
@@ -298,6 +317,7 @@ def store_bytes(
     whole_masters: bool = False,
     state_format: StateFormat = "fp32",
     frozen_on_disk: bool = False,
+    moments_on_disk: bool = False,
 ) -> int:
     """Host bytes that a store of these layouts takes, exactly."""
     total = 0
@@ -306,5 +326,5 @@ def store_bytes(
         gradient = layout.grad_elements * gradient_dtype.itemsize
         weights = layout.frozen_start if frozen_on_disk else layout.host_bytes
         total += weights + two_copies * trained_bytes + gradient + master_bytes
-        total += moments_bytes(state_format, layout.num_trained)
+        total += moments_bytes(state_format, 0 if moments_on_disk else layout.num_trained)
     return total

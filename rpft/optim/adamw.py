@@ -12,6 +12,7 @@ from rpft.model.adapters import learns_faster
 from rpft.model.dropout import mix
 from rpft.model.host_store import HostLayer
 from rpft.model.layout import ALIGNMENT_ELEMENTS, align
+from rpft.model.moments import Moments
 from rpft.optim.kernels import Weights
 from rpft.optim.one_pass import OnePass
 
@@ -44,22 +45,23 @@ class AdamW:
         gradient_divisor: float,
         source: int = 0,
         target: int = 0,
+        piece: tuple[slice, Moments] | None = None,
     ) -> None:
         """One update of masters and moments from the layer's gradient and ``borrowed``, over ``gradient_divisor``.
 
         ``updates_before`` is the number of updates that the layer has had, for the bias correction. ``source`` is
-        the copy of the working weights that belongs to the masters, ``target`` the one that will.
+        the copy of the working weights that belongs to the masters, ``target`` the one that will. ``piece``: which
+        of the layer's trained elements, and their moments; None for all, whose moments lie in RAM.
         """
-        before, after, moments = layer.copy(source), layer.copy(target), layer.moments
-        # A layer's updates are counted in checkpoints, so that a resumed run draws what the unbroken one does.
-        rounding_key = mix(self.seed, _ROUNDING, updates_before, layer.layout.layer)
+        before, after = layer.copy(source), layer.copy(target)
+        whole, moments = piece or (slice(0, layer.layout.num_trained), layer.moments)
         fast = fast_parts(layer) if self.fast_ratio != 1.0 else []
-        for part, gradients in gradient_parts(layer, borrowed, fast):
+        for part, gradients in gradient_parts(layer, borrowed, fast, whole):
             ratio = self.fast_ratio if any(f.start <= part.start < f.stop for f in fast) else 1.0
             kernels.adamw_pass(
                 gradients,
                 Weights(before[part], after[part], layer.master[part] if len(layer.master) else None),
-                moments[part],
+                moments[part.start - whole.start : part.stop - whole.start],
                 learning_rate=learning_rate * ratio,
                 betas=self.betas,
                 eps=self.eps,
@@ -86,15 +88,21 @@ def fast_parts(layer: HostLayer) -> list[slice]:
 
 
 def gradient_parts(
-    layer: HostLayer, borrowed: Sequence[BorrowedGradient], apart: Sequence[slice] = ()
+    layer: HostLayer,
+    borrowed: Sequence[BorrowedGradient],
+    apart: Sequence[slice] = (),
+    within: slice | None = None,
 ) -> Iterator[tuple[slice, list[torch.Tensor]]]:
     """The layer's trained elements in parts that decay alike, each with its gradients, which are to be added.
 
-    No part is partly in one of ``apart``; each begins and ends where a tensor's place does.
+    No part is partly in one of ``apart``; each begins and ends where a tensor's place does, or ``within``, which
+    says of which elements, None of all.
     """
     cuts = {0, layer.layout.num_decayed, layer.layout.num_trained}
     for part in [*(part for part, _ in borrowed), *apart]:
         cuts |= {part.start, part.stop}
+    if within is not None:
+        cuts = {within.start, within.stop, *(cut for cut in cuts if within.start < cut < within.stop)}
     ordered = sorted(cuts)
     for start, stop in pairwise(ordered):
         uses = [

@@ -22,6 +22,7 @@ from rpft.engine.tracer import span, standing_still
 from rpft.model.host_store import HostStore
 from rpft.model.layout import ALIGNMENT_ELEMENTS, align
 from rpft.optim.adamw import AdamW, BorrowedGradient, gradient_parts
+from rpft.optim.moments_window import MomentsWindow
 from rpft.optim.one_pass import FusedPass, OnePass
 from rpft.optim.schedule import Schedule
 
@@ -83,11 +84,18 @@ class HostOptimizer:
         """The last step whose update is decided and applied."""
         self._results: dict[int, UpdateResult] = {}
         self._changed = threading.Condition()
-        self.stream = Stream("optimizer", failure, delays)
+        self.restart()
 
     def restart(self) -> None:
-        """Begins anew, behind the last update that was applied, after a fault that ended the thread."""
+        """Begins anew, behind the last update that was applied, after a fault that ended the threads."""
         self.stream = Stream("optimizer", self._failure, self._delays)
+        file = self._store.moments_file
+        self._window = None if file is None else MomentsWindow(file, self._failure, self._delays)
+
+    @property
+    def streams(self) -> list[Stream]:
+        """The optimizer's own, and those of the disk where moments lie on one."""
+        return [self.stream] if self._window is None else [self.stream, *self._window.streams]
 
     def pass_over(self, step: int) -> UpdateResult:
         """Counts ``step`` as skipped, without an update. All steps before it must have been waited for."""
@@ -108,12 +116,14 @@ class HostOptimizer:
             return self._results.pop(step)
 
     def close(self) -> None:
-        """Lets submitted updates finish (or be dropped after a fault) and asks the thread to end."""
+        """Lets submitted updates finish (or be dropped after a fault) and asks the threads to end."""
         self.stream.close()
 
     def join(self, timeout_seconds: float) -> bool:
-        """Waits for the thread; False when it still runs."""
-        return self.stream.join(timeout_seconds)
+        """Waits for the threads, those of a disk after the optimizer's own; False when one still runs."""
+        if not self.stream.join(timeout_seconds):
+            return False
+        return self._window is None or self._window.close(timeout_seconds)
 
     # -- the thread ----------------------------------------------------------------------------------------
 
@@ -149,6 +159,8 @@ class HostOptimizer:
                 self._write_layer(update, index, None if skipped else rate, norm)
             ticket.read[index].set()
             update.after.written[index].set()
+        if self._window is not None:
+            self._window.settle()
         self.updates_applied += not skipped
         seconds = time.perf_counter() - landed
         counts = self._skipped_in_a_row, self.skipped_steps
@@ -190,17 +202,20 @@ class HostOptimizer:
             layer.latest = target
             return
         divisor = update.ticket.trained_tokens / self._clip_coefficient(norm)
-        with span(f"update of layer {index}"):
-            self._algorithm.update(
-                self._kernels,
-                layer,
-                self._borrowed[index],
-                rate,
-                self.updates_applied,
-                divisor,
-                source,
-                target,
-            )
+        for piece in [None] if self._window is None else self._window.pieces(index):
+            part = "" if piece is None else f" [{piece[0].start}..{piece[0].stop}]"
+            with span(f"update of layer {index}{part}"):
+                self._algorithm.update(
+                    self._kernels,
+                    layer,
+                    self._borrowed[index],
+                    rate,
+                    self.updates_applied,
+                    divisor,
+                    source,
+                    target,
+                    piece,
+                )
 
 
 def _borrowed_gradients(store: HostStore) -> list[list[BorrowedGradient]]:

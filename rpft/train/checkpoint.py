@@ -289,7 +289,7 @@ def _entries(
         first, stop = offset + first, offset + stop
         if kind == "master":
             return layer.master_values(first, stop)
-        return (layer.lagging if kind == "working" else getattr(moments, kind))[first:stop]
+        return layer.lagging[first:stop] if kind == "working" else layer.state_part(kind, first, stop)
 
     for name, (spec, byte_offset) in layout.own.items():
         if not spec.trained:
@@ -346,24 +346,7 @@ def restore(path: Path, store: HostStore, lagging: bool) -> None:
                 value = handle.get_tensor(entry.name)
                 if kind == "master":
                     store.write(name, value)
+                elif kind == "working":
+                    store.lagging_tensor(name).copy_(value)
                 else:
-                    entry.read(0, entry.num_elements).copy_(value.flatten())
-        if moments.format != layer.state_format:
-            for mine, theirs in zip((layer.exp_avg, layer.exp_avg_sq), moments.read(), strict=True):
-                mine.copy_(theirs)
-
-
-def _moments_for(layer: HostLayer, state_format: StateFormat, file: Path) -> Moments:
-    """Those of ``layer``, or as many of ``state_format`` in memory of their own, to become the layer's.
-
-    UserError where they would be rounded.
-    """
-    if state_format == layer.state_format:
-        return layer.moments
-    if layer.state_format != "fp32":
-        raise UserError(
-            f"{file}: its moments are {state_format}, and optimizer.state is {layer.state_format}, which would"
-            f" round them: set optimizer.state to {state_format}, or to fp32, which takes them over as they are"
-        )
-    count = layer.layout.num_trained
-    return moments_in(zeroed_pages(moments_bytes(state_format, count)), state_format, count)
+                    store.write_state(name, kind, value)

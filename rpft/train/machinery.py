@@ -52,7 +52,7 @@ class Machinery:
     def streams(self) -> list[Stream]:
         """Those of the engine and of the optimizer; none while there is no engine. Any thread's."""
         engine = self._engine
-        return [] if engine is None else [*engine.streams, self.optimizer.stream]
+        return [] if engine is None else [*engine.streams, *self.optimizer.streams]
 
     def _begin_at(self, state: TrainState) -> None:
         recipe = self.prepared.recipe

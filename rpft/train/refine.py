@@ -47,7 +47,7 @@ _LEAST_OF_A_HEAD = 0.1
 _ENOUGH_BYTES, _ENOUGH_PARAMETERS = 1 << 24, 1 << 22
 """Of copies and updates, for a rate: fewer say more of what it takes to begin."""
 
-_UPDATE = re.compile(r": update of layer (\d+)$")
+_UPDATE = re.compile(r": update of layer (\d+)(?: \[(\d+)\.\.(\d+)\])?$")
 
 
 class FirstSteps:
@@ -178,7 +178,8 @@ def _rates(planned: Planned, trace: Trace) -> Rates:
     for span in trace.spans:
         layer = _UPDATE.search(span.what) if span.nature == PART else None
         if layer is not None:
-            updated, seconds = updated + planned.layouts[int(layer[1])].num_trained, seconds + span.seconds
+            part = int(layer[3]) - int(layer[2]) if layer[2] else planned.layouts[int(layer[1])].num_trained
+            updated, seconds = updated + part, seconds + span.seconds
     update = updated / seconds if updated >= _ENOUGH_PARAMETERS and seconds else rates.update
     if rates.switch_share:  # what copies reached has the others' share in it already
         return replace(rates, update=update)

@@ -24,7 +24,7 @@ from rpft.model.functions import LayerFunctions
 from rpft.model.graphs import KernelKind
 from rpft.model.host_store import HostLayer, HostStore
 from rpft.model.layers import build_layers
-from rpft.model.moments import StateFormat
+from rpft.model.moments_file import MomentsFile
 from rpft.model.quant import QuantKind
 from rpft.model.quant_choice import quantize_base
 from rpft.model.skeleton import build_model, cut
@@ -142,10 +142,11 @@ def run_engine(
     state: StateFormat = "fp32",
     quantize: QuantKind | None = None,
     frozen_in: Path | None = None,
+    moments_in: Path | None = None,
 ) -> Outcome:
     """Trains the checkpoint in ``folder`` for ``steps`` steps; raises the engine's fault, if any.
 
-    ``frozen_in``: the folder of a file in which frozen weights lie, None for RAM.
+    ``frozen_in`` and ``moments_in``: the folder of a file in which frozen weights, or moments, lie, None for RAM.
     """
     config = read_config(folder)
     skeleton = cut(build_model(config, dtype, "auto"))
@@ -163,6 +164,7 @@ def run_engine(
         gradient_dtype=gradient_dtype,
         state_format=state,
         frozen_file=None if frozen_in is None else FrozenFile(frozen_in, layouts, checkpoint.files()),
+        moments_file=None if moments_in is None else MomentsFile(moments_in, layouts, "fp32"),
     )
     load_checkpoint(checkpoint, skeleton, store)
     if lora is not None:
