@@ -113,8 +113,9 @@ def _show(report: PlanReport) -> None:
     line(f"recompute by {report.planned.plan.recompute}")
     if report.planned.choices:
         line(f"chosen: {'; '.join(report.planned.choices)}")
-    if report.planned.about_disk is not None:
-        line(report.planned.about_disk)
+    for about in (report.planned.about_disk, report.planned.about_offload):
+        if about is not None:
+            line(about)
     if report.planned.plan.dispatch:
         line(f"slots of a step go to workers {' '.join(map(str, report.planned.plan.dispatch))}, not in turn")
     kept = report.planned.plan.keep_bytes_per_token

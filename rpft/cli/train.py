@@ -267,8 +267,7 @@ def describe(prepared: Prepared) -> list[str]:
     )
     if prepared.choices:
         lines.append(f"chosen by the planner: {'; '.join(prepared.choices)}; recompute by {plan.recompute}")
-    if prepared.about_disk is not None:
-        lines.append(prepared.about_disk)
+    lines += [about for about in (prepared.about_disk, prepared.about_offload) if about is not None]
     lines += _describe_kernels(prepared)
     lines.append(
         f"plan for {len(prepared.devices)} worker(s) on {prepared.devices[0].torch_device.type}:"

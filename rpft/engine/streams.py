@@ -121,7 +121,7 @@ class Stream:
     def run(self, task: Callable[[], object], what: str, copied_bytes: int = 0) -> None:
         """Queues ``task``; ``what`` names it in a trace and in the report of a fault.
 
-        ``copied_bytes`` above 0 says that the task is a transfer between host and device or disk, of so many bytes.
+        ``copied_bytes`` above 0 says that the task moves so many bytes between the host and a device or disk.
         """
         self._put(lambda: self._carry_out(task, what, copied_bytes), what)
 

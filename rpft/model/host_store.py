@@ -72,7 +72,7 @@ class HostLayer:
         return self.state_part("exp_avg_sq", 0, self.layout.num_trained)
 
     def state_part(self, kind: str, first: int, stop: int) -> torch.Tensor:
-        """Elements ``first`` to ``stop`` of the field ``kind`` of the moments: for reading, since it may be a copy."""
+        """Elements ``first`` to ``stop`` of the field ``kind`` of the moments; of a file a copy."""
         if self.moments_file is not None:
             return self.moments_file.read(self.layout.layer, kind, first, stop)
         return getattr(self.moments, kind)[first:stop]

@@ -8,6 +8,7 @@ An update reads a piece, changes it and writes it back; the window is the host b
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from rpft.model.layout import LayerLayout, align
 from rpft.model.moments import BLOCK, Moments, StateFormat, moments_bytes, moments_in, stored_parts
 from rpft.model.pages import zeroed_pages
 from rpft.model.scratch_file import BLOCK_BYTES, ScratchFile
+
+logger = logging.getLogger(__name__)
 
 PIECE_PARAMETERS = 1 << 24
 """Of a piece at most, 128 MiB in float32: a disk is at its full rate, and a window is small beside a model."""
@@ -91,13 +94,14 @@ class MomentsFile:
                 f"optimizer.offload {folder}: the moments need a file of {self.num_bytes:,} bytes there"
                 f" ({error.strerror}). Make room, name a folder of another disk, or leave optimizer.offload out"
             ) from error
+        if not self._file.direct:
+            logger.warning(
+                "optimizer.offload %s: its file system has no direct reads and writes; they go through the"
+                " system's cache, which is emptied behind them, and are slower",
+                folder,
+            )
         longest = max(piece.num_bytes for piece in self.pieces)
         self.window = [zeroed_pages(longest) for _ in range(min(WINDOW_PIECES, len(self.pieces)))]
-
-    @property
-    def past_the_cache(self) -> bool:
-        """Whether reads and writes go past the system's cache."""
-        return self._file.direct
 
     def of_layer(self, layer: int) -> list[Piece]:
         """The pieces of ``layer``, in order."""
@@ -116,14 +120,14 @@ class MomentsFile:
         self._file.write_blocks(piece.offset, buffer[: piece.num_bytes])
 
     def read(self, layer: int, kind: str, first: int, stop: int) -> Tensor:
-        """Elements ``first`` to ``stop`` of the field ``kind`` of the moments of ``layer``, flat, in new memory."""
+        """Elements ``first`` to ``stop`` of the field ``kind`` of a layer's moments, flat, in new memory."""
         found = []
         for offset, start, end, dtype in self._runs(layer, kind, first, stop):
             found.append(self._file.read(offset, offset + (end - start) * dtype.itemsize).view(dtype))
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def write(self, layer: int, kind: str, first: int, values: Tensor) -> None:
-        """Writes ``values``, flat, as elements of the field ``kind`` of the moments of ``layer``, from ``first`` on."""
+        """Writes ``values``, flat, as elements of the field ``kind`` of a layer's moments, from ``first`` on."""
         for offset, start, end, dtype in self._runs(layer, kind, first, first + len(values)):
             assert values.dtype == dtype, kind
             self._file.write(offset, values[start - first : end - first].contiguous().view(torch.uint8))
@@ -137,11 +141,8 @@ class MomentsFile:
                 continue
             place = torch.empty(piece.state_bytes, dtype=torch.uint8, device="meta")
             field: Tensor = getattr(moments_in(place, self._format, piece.stop - piece.start), kind)
-            at = (
-                field.storage_offset() * field.dtype.itemsize
-                + (start - piece.start // block) * field.dtype.itemsize
-            )
-            yield piece.offset + at, start, end, field.dtype
+            at = int(field.storage_offset()) + start - piece.start // block
+            yield piece.offset + at * field.dtype.itemsize, start, end, field.dtype
 
     def close(self) -> None:
         """Gives the file's bytes back to the disk."""

@@ -15,6 +15,7 @@ import fcntl
 import mmap
 import os
 import tempfile
+import weakref
 from pathlib import Path
 
 import torch
@@ -40,30 +41,25 @@ class ScratchFile:
         OSError where ``folder`` cannot be written or has no room.
         """
         self.num_bytes = align(num_bytes, BLOCK_BYTES)
-        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  # open as long as this lives
-        try:
-            files.reserve(self._descriptor, self.num_bytes)
-            self.direct = direct and self._goes_past_the_cache()
-        except BaseException:
-            self._file.close()
-            raise
-
-    @property
-    def _descriptor(self) -> int:
-        return self._file.fileno()
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            files.reserve(file.fileno(), self.num_bytes)
+            self._descriptor = os.dup(file.fileno())
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+        self.direct = direct and self._goes_past_the_cache()
 
     def close(self) -> None:
-        """Gives the file's bytes back to the disk."""
-        self._file.close()
+        """Gives the file's bytes back to the disk. Nobody may be reading or writing."""
+        self._descriptor = -1
+        self._close()
 
     def read_blocks(self, offset: int, target: torch.Tensor) -> None:
-        """Fills ``target``, whole blocks of uint8, from ``offset`` on; OSError where the disk does not give them."""
+        """Fills ``target``, whole blocks of uint8, from ``offset`` on; OSError where the disk cannot."""
         files.read_at(self._descriptor, target.numpy().data, offset)
         if not self.direct:
             self._forget(offset, target.numel())
 
     def write_blocks(self, offset: int, source: torch.Tensor) -> None:
-        """Writes ``source``, whole blocks of uint8, to ``offset``; OSError where the disk does not take them."""
+        """Writes ``source``, whole blocks of uint8, to ``offset``; OSError where the disk cannot."""
         files.write_at(self._descriptor, source.numpy().data, offset)
         if not self.direct:
             os.fsync(self._descriptor)  # what is yet to be written cannot be forgotten

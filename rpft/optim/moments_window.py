@@ -46,7 +46,7 @@ class MomentsWindow:
             self._read_ahead()
 
     def pieces(self, layer: int) -> Iterator[tuple[slice, Moments]]:
-        """(parameters of ``layer``, their moments), piece by piece; what is done to one is kept with the next step.
+        """(parameters of ``layer``, their moments), piece by piece, each to be changed in place.
 
         Layers must come in order, all that have any, and each to its end.
         """
@@ -85,4 +85,4 @@ class MomentsWindow:
         """
         for stream in self.streams:
             stream.close()
-        return all([stream.join(timeout_seconds) for stream in self.streams])
+        return all(stream.join(timeout_seconds) for stream in self.streams)

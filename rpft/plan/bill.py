@@ -14,6 +14,7 @@ from rpft.model.head import HEAD_CHUNK_TOKENS
 from rpft.model.host_store import store_bytes
 from rpft.model.layout import LayerLayout
 from rpft.model.moments import StateFormat
+from rpft.model.moments_file import moments_file_bytes, moments_pieces, window_bytes
 from rpft.plan.plan import Plan, Stage
 from rpft.plan.profile import LayerProfile, memory_measured
 from rpft.plan.sizes import RESULTS_IN_FLIGHT, boundary_buffers, worker_sizes
@@ -29,6 +30,9 @@ _GAPS = 0.1
 
 READ_AHEAD = "read ahead from the disk"
 """The part of ``Bill.host_parts`` into which frozen weights are read."""
+
+MOMENTS_WINDOW = "moments on their way"
+"""The part of ``Bill.host_parts`` in which moments are updated that lie on the disk."""
 
 RESULT_EXTRAS_BYTES = 32 << 20
 """Tokenizer, configuration and the heads of the files: up to 32 MiB."""
@@ -49,6 +53,8 @@ class Bill:
     device_parts: dict[str, int]
     frozen_file: int
     """Of frozen weights on the disk while the run lasts."""
+    moments_file: int
+    """Of moments there."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,7 @@ class Workload:
     """Workers that read frozen weights ahead from the disk; 0 where those lie in RAM."""
     state_format: StateFormat = "fp32"
     """Of the moments."""
+    moments_on_disk: bool = False
 
 
 def make_bill(plan: Plan, layouts: list[LayerLayout], work: Workload) -> Bill:
@@ -100,6 +107,7 @@ def make_bill(plan: Plan, layouts: list[LayerLayout], work: Workload) -> Bill:
             whole_masters=work.whole_masters,
             state_format=work.state_format,
             frozen_on_disk=work.readers > 0,
+            moments_on_disk=work.moments_on_disk,
         ),
         "hidden states between stages": boundary_buffers(plan, _first_trained(layouts)) * boundary,
         "kept for the backward": kept_blocks * plan.num_microbatches * plan.keep_bytes_per_token * max_tokens,
@@ -108,6 +116,9 @@ def make_bill(plan: Plan, layouts: list[LayerLayout], work: Workload) -> Bill:
     sizes = worker_sizes(layouts, plan, boundary, work.gradient_dtype, max_tokens)
     if work.readers:
         host[READ_AHEAD] = 2 * work.readers * sizes.weight_bytes
+    pieces = moments_pieces(layouts, work.state_format) if work.moments_on_disk else []
+    if pieces:
+        host[MOMENTS_WINDOW] = window_bytes(pieces)
     device = {
         "weight, gradient and hidden-state buffers": sizes.total_bytes - sizes.resident_bytes,
         "frozen weights that stay": sizes.resident_bytes,
@@ -125,7 +136,8 @@ def make_bill(plan: Plan, layouts: list[LayerLayout], work: Workload) -> Bill:
     result = trained * shape.itemsize if frozen else sum(layout.host_bytes for layout in layouts)
     result += RESULT_EXTRAS_BYTES
     frozen_file = frozen_file_bytes(layouts) if work.readers else 0
-    return Bill(sum(host.values()), sum(device.values()), result, host, device, frozen_file)
+    totals = sum(host.values()), sum(device.values()), result
+    return Bill(*totals, host, device, frozen_file, moments_file_bytes(pieces))
 
 
 def _first_trained(layouts: list[LayerLayout]) -> int:

@@ -80,6 +80,8 @@ class Host(Section):
     memory_gbps: PositiveFloat
     """Of reads and writes together, as a program reaches it."""
     cores: PositiveInt
+    disk_gbps: PositiveFloat | None = None
+    """Of the disk of ``optimizer.offload``, read and written back at the same time; left out, it takes no time."""
 
 
 class Machine(Section):

@@ -46,8 +46,8 @@ class Prediction:
 def predict(plan: Plan, shape: StepShape, rates: Rates, tokens: float) -> Prediction:
     """Plays a step of ``tokens`` real tokens under ``plan``.
 
-    Compute, link, optimizer and disk are made free one at a time, the rest as it is. Fill and drain is what workers wait
-    for one another: the step with links and optimizer free, less the work of all slots spread evenly.
+    Compute, link, optimizer and disk are made free one at a time, the rest as it is. Fill and drain is what
+    workers wait for one another: the step with links and optimizer free, less the work of all slots spread evenly.
     """
     seconds = step_seconds(plan, shape, rates)
     idle = replace(shape, loads=[replace(load, forward=0.0, backward=0.0, recompute=0.0) for load in shape.loads])

@@ -359,6 +359,13 @@ class Optimizer(Section):
         Field(default=(0.9, 0.999), description="Decay rates of the first and the second moment.")
     )
     eps: float = Field(default=1e-8, gt=0, description="Added to the denominator of the update.")
+    offload: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder on a fast disk (NVMe) in which the moments lie, in a file without a name, instead of"
+        " in RAM: 8 bytes a trained parameter less. All of them are read and written in every update, which the"
+        " plan counts. No number depends on it. null: RAM.",
+    )
 
 
 class Engine(Section):

@@ -15,6 +15,7 @@ from rpft.model.adapters import LoraSettings, inject_lora
 from rpft.model.checkpoint import Checkpoint, read_config, resolve_checkpoint
 from rpft.model.layers import build_layers
 from rpft.model.layout import LayerLayout
+from rpft.model.moments import StateFormat
 from rpft.model.positions import can_be_scaled, scale_positions
 from rpft.model.quant_choice import quantize_base
 from rpft.model.skeleton import Skeleton, build_model, cut, has_dropout
@@ -65,6 +66,17 @@ class Job:
         return self.recipe.engine.host_store == "mmap"
 
     @property
+    def state_format(self) -> StateFormat:
+        """Of the moments."""
+        return "fp32"
+
+    @property
+    def offload(self) -> Path | None:
+        """The folder in which moments lie; None for RAM."""
+        folder = self.recipe.optimizer.offload
+        return None if folder is None else Path(folder)
+
+    @property
     def shape(self) -> ModelShape:
         return model_shape(self.skeleton.model.config, self.dtype.itemsize)
 
@@ -106,7 +118,8 @@ class Job:
             whole_masters,
             workers_in_ram,
             num_workers if self.on_disk else 0,
-            self.recipe.optimizer.state,
+            self.state_format,
+            self.offload is not None,
         )
 
     def parts(self) -> dict[str, Any]:

@@ -117,6 +117,8 @@ class Trainer:
             self._metrics.sync()
             for path in frozen_files(self.output_dir):  # until now a resumed run could have used it again
                 path.unlink()
+            if self._store.moments_file is not None:
+                self._store.moments_file.close()
             return folder
 
     def _begin_at(self, step: int) -> None:

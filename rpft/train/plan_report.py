@@ -170,6 +170,8 @@ class PlanReport:
             at_once = f"{told['workers_per_switch']} links, as fast as {told['links_at_once']:.2g} of them"
             facts.append(("one switch carries", at_once))
         facts.append(("optimizer", f"{told['updates'] / 1e9:.2f} G parameters/s"))
+        if told["turnover"] is not None:
+            facts.append(("disk, read and written at once", f"{told['turnover'] / 1e9:.2f} GB/s"))
         return facts
 
     def run_facts(self) -> list[tuple[str, str]]:
@@ -194,6 +196,8 @@ class PlanReport:
             facts.append(("frozen weights that stay on workers", f"of {len(plan.resident)} layers"))
         if planned.about_disk is not None:
             facts.append(("host store", planned.about_disk))
+        if planned.about_offload is not None:
+            facts.append(("moments", planned.about_offload))
         facts += [("chosen by the planner", choice) for choice in planned.choices]
         if plan.dispatch:
             facts.append(("slots of a step go to workers", " ".join(map(str, plan.dispatch))))
@@ -204,7 +208,7 @@ class PlanReport:
         """A step of it, played."""
         usual = self.planned.usual_step()
         assert usual is not None
-        return play_back(usual.plan, usual.shape, self.planned.target.rates)
+        return play_back(usual.plan, usual.shape, self.planned.rates)
 
     def as_json(self) -> str:
         """The plan file, and the rest of this report."""
@@ -248,7 +252,7 @@ def report_plan(planned: Planned, machine: Machine | None = None) -> PlanReport:
 def _slots(planned: Planned) -> list[SlotReport]:
     usual = planned.usual_step()
     assert usual is not None
-    plan, shape, rates = usual.plan, usual.shape, planned.target.rates
+    plan, shape, rates = usual.plan, usual.shape, planned.rates
     input_up, output_down = shape.boundary_bytes / rates.up, shape.boundary_bytes / rates.down
     count = plan.num_microbatches
     reports = []
@@ -275,6 +279,8 @@ def _memory(planned: Planned) -> dict[str, MemoryReport]:
     disk = {"result": planned.bill.result}
     if planned.on_disk:
         disk["frozen weights"] = planned.bill.frozen_file
+    if planned.moments_beside_output:
+        disk["moments"] = planned.bill.moments_file
     if planned.num_checkpoints:
         disk[f"{planned.num_checkpoints} checkpoint(s)"] = planned.num_checkpoints * planned.checkpoint_bytes
     parts = {"vram_bytes": planned.bill.device_parts, "host_bytes": planned.bill.host_parts, "disk_bytes": disk}
@@ -304,6 +310,7 @@ def _machine(planned: Planned, machine: Machine | None) -> dict[str, Any]:
         "workers_per_switch": rates.workers_per_switch,
         "links_at_once": 1 / rates.switch_share if rates.switch_share else None,
         "updates": rates.update,
+        "turnover": target.turnover_rate,
     }
     if machine is not None:
         told["description"] = machine.model_dump(mode="json")

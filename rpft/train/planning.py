@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from rpft import files
 from rpft.model.graphs import KernelKind
-from rpft.plan.bill import READ_AHEAD, Bill, Workload, gib, make_bill
+from rpft.model.moments import BLOCK, moments_bytes
+from rpft.plan.bill import MOMENTS_WINDOW, READ_AHEAD, Bill, Workload, gib, make_bill
 from rpft.plan.choose import choose_plan, step_shape
 from rpft.plan.compare import Workbook
 from rpft.plan.costs import measured_costs
@@ -33,6 +34,7 @@ MEMORY_NAMES = {
     "host_bytes": "RAM",
     "pinned_bytes": "of that page-locked",
     "disk_bytes": "disk: result and checkpoints",
+    "offload_bytes": "disk of optimizer.offload",
 }
 """For people, the keys of ``Planned.memory``."""
 
@@ -44,7 +46,7 @@ _ENDLESS = 1 << 60
 _WORTH_SAYING = 0.005
 """Share of a step that more memory must save to be called a limit."""
 
-_DISK = "disk_bytes"
+_DISKS = ("disk_bytes", "offload_bytes")
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,16 @@ class Target:
     """As of the host store."""
     disk_rate: float | None = None
     """Bytes a second that the disk of the output directory is read with; None where that is not known."""
+    offload_bytes: int | None = None
+    """Free on the disk of ``optimizer.offload``, where that is another than the output directory's."""
+    turnover_rate: float | None = None
+    """Bytes a second that it reads and writes back at once; None where that is not known."""
+
+    def rates_of(self, job: Job) -> Rates:
+        """``rates``, with that of the disk where the moments of ``job`` lie there."""
+        if job.offload is None or self.turnover_rate is None:
+            return self.rates
+        return replace(self.rates, moments=self.turnover_rate / moments_bytes(job.state_format, BLOCK) * BLOCK)
 
     def workload(self, job: Job, profiles: Sequence[LayerProfile] | None) -> Workload:
         """What decides the memory of ``job`` here."""
@@ -118,11 +130,13 @@ class Planned(Job):
             pinned += sum(self.bill.host_parts[part] for part in crossing)
             if self.on_disk:
                 pinned += self.bill.host_parts[READ_AHEAD] - self._frozen_bytes
+        disk = self.bill.result + self.bill.frozen_file + self.num_checkpoints * self.checkpoint_bytes
         return {
             "vram_bytes": self.bill.device,
             "host_bytes": self.bill.host,
             "pinned_bytes": pinned,
-            "disk_bytes": self.bill.result + self.bill.frozen_file + self.num_checkpoints * self.checkpoint_bytes,
+            "disk_bytes": disk + (self.bill.moments_file if self.moments_beside_output else 0),
+            **({"offload_bytes": self.bill.moments_file} if self.target.offload_bytes is not None else {}),
         }
 
     @property
@@ -149,6 +163,33 @@ class Planned(Job):
         )
 
     @property
+    def moments_beside_output(self) -> bool:
+        """Whether moments lie on the disk of the output directory."""
+        return self.offload is not None and self.target.offload_bytes is None
+
+    @property
+    def about_offload(self) -> str | None:
+        """What it saves and costs that moments lie on the disk, for people; None where they do not."""
+        if self.offload is None:
+            return None
+        parameters = sum(layout.num_trained for layout in self.layouts)
+        saved = moments_bytes(self.state_format, parameters) - self.bill.host_parts[MOMENTS_WINDOW]
+        moved, rate = self.bill.moments_file, self.target.turnover_rate
+        if rate is None:
+            seconds = ", which the prediction leaves out, since the disk's rate is not known"
+        else:
+            seconds = f": at {rate / 1e9:.2g} GB/s {moved / rate:.2g} s"
+        return (
+            f"moments lie in a file in {self.offload}: {gib(abs(saved))} {'less' if saved >= 0 else 'more'} RAM;"
+            f" an update reads {gib(moved)} and writes them back at the same time{seconds}"
+        )
+
+    @property
+    def rates(self) -> Rates:
+        """Those of links, optimizer and, where moments lie on it, disk."""
+        return self.target.rates_of(self)
+
+    @property
     def limits(self) -> dict[str, int | None]:
         """What there is of each; None where there is no limit, or none is known."""
         target = self.target
@@ -157,6 +198,7 @@ class Planned(Job):
             "host_bytes": target.ram_bytes,
             "pinned_bytes": None,
             "disk_bytes": target.disk_bytes,
+            **({"offload_bytes": target.offload_bytes} if target.offload_bytes is not None else {}),
         }
 
     @property
@@ -174,13 +216,13 @@ class Planned(Job):
         """The largest share by which RAM or VRAM is exceeded; 0 where both do."""
         memory, limits = self.memory, self.limits
         return max(
-            0.0, *(memory[n] / limit - 1 for n, limit in limits.items() if limit is not None and n != _DISK)
+            0.0, *(memory[n] / limit - 1 for n, limit in limits.items() if limit is not None and n not in _DISKS)
         )
 
     def prediction(self) -> Prediction | None:
         """What a step should take with lines as long as the data's are on average; None where nothing is known."""
         usual = self.usual_step()
-        return None if usual is None else predict(usual.plan, usual.shape, self.target.rates, usual.tokens)
+        return None if usual is None else predict(usual.plan, usual.shape, self.rates, usual.tokens)
 
     def usual_step(self) -> UsualStep | None:
         """A step with lines as long as the data's are on average; None where nothing is known."""
@@ -200,7 +242,7 @@ class Planned(Job):
     def mean_step_seconds(self) -> float:
         """The seconds of ``prediction``, by which divisions of a step are held; 0 where nothing is known."""
         usual = self.usual_step()
-        return 0.0 if usual is None else step_seconds(usual.plan, usual.shape, self.target.rates)
+        return 0.0 if usual is None else step_seconds(usual.plan, usual.shape, self.rates)
 
     def full_prediction(self) -> Prediction | None:
         """``prediction``, with what memory costs: that takes another search for a plan."""
@@ -223,14 +265,14 @@ class Planned(Job):
         """What a step should take whose lines are all as long as the longest; what plans are compared by."""
         assert self.profiles is not None
         shape = self._step_shape(self.profiles, self.max_tokens)
-        return step_seconds(self.plan, shape, self.target.rates)
+        return step_seconds(self.plan, shape, self.rates)
 
     def seconds_in_rounds(self, num_microbatches: int) -> float:
         """``full_step_seconds`` with the same stages and rounds of another length."""
         assert self.profiles is not None
         job = self.with_rounds(num_microbatches)
         shape = replace(self._step_shape(self.profiles, self.max_tokens), rounds=job.rounds)
-        return step_seconds(replace(self.plan, num_microbatches=num_microbatches), shape, self.target.rates)
+        return step_seconds(replace(self.plan, num_microbatches=num_microbatches), shape, self.rates)
 
     def _step_shape(self, profiles: Sequence[LayerProfile], max_tokens: int) -> StepShape:
         """What the simulator is told of a step whose microbatches have ``max_tokens``, padding included."""
@@ -288,7 +330,7 @@ def plan_in_rounds(
         job.recipe.engine.recompute,
         target.vram_bytes,
         target.ram_bytes,
-        ASSUMED_RATES if profiles is None else target.rates,
+        ASSUMED_RATES if profiles is None else target.rates_of(job),
         target.speeds,
     )
     return Planned(
@@ -314,7 +356,7 @@ def smaller(planned: _P) -> _P | None:
         target.workload(planned, planned.profiles),
         target.num_workers,
         target.ram_bytes,
-        ASSUMED_RATES if planned.profiles is None else target.rates,
+        ASSUMED_RATES if planned.profiles is None else planned.rates,
         target.speeds,
     )
     if plan is None and planned.rows > 1:
@@ -377,7 +419,8 @@ def plan_for_machine(recipe: Recipe, machine: Machine, name: str) -> Planned:
         vram_bytes=min(machine.vram_bytes, recipe.engine.vram_limit or machine.vram_bytes),
         ram_bytes=recipe.engine.ram_limit or machine.ram_bytes,
         disk_bytes=None,
-        rates=machine.rates_with(recipe.optimizer.state),
+        rates=machine.rates,
+        turnover_rate=machine.host.disk_gbps and machine.host.disk_gbps * 1e9,
         speeds=None if speeds is None else tuple(speeds),
     )
 

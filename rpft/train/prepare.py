@@ -14,7 +14,7 @@ from rpft.model.packed_attention import adopt
 from rpft.optim.one_pass import FusedPass, OnePass
 from rpft.optim.one_pass import prepare as prepare_one_pass
 from rpft.plan.bill import available_host_bytes
-from rpft.plan.disk_rate import disk_rate
+from rpft.plan.disk_rate import disk_rate, turnover_rate
 from rpft.plan.profile_file import Profile
 from rpft.plan.simulate import ASSUMED_RATES
 from rpft.recipe.schema import Engine, Recipe
@@ -23,7 +23,7 @@ from rpft.train.job import Job, read_job
 from rpft.train.kernels import choose_kernels
 from rpft.train.measuring import Say, Workbench
 from rpft.train.planning import Planned, Target, plan_job
-from rpft.train.room import room_bytes
+from rpft.train.room import check_offload, room_apart, room_bytes
 from rpft.train.tries import refuse_unless_fits
 
 logger = logging.getLogger(__name__)
@@ -86,6 +86,9 @@ def plan_here(bench: Workbench, profile: Profile | None) -> Prepared:
         speeds = (1 / profile.slowdown,) * len(devices)
     elif profile is not None and profile.speeds:
         speeds = profile.speeds
+    offload = bench.job.offload
+    if offload is not None:
+        check_offload(offload)
     target = Target(
         name="this machine",
         num_workers=len(devices),
@@ -97,6 +100,8 @@ def plan_here(bench: Workbench, profile: Profile | None) -> Prepared:
         page_locks=bench.on_cuda,
         # torch's fused kernel wants whole masters: it would have to join and split what lies in two halves.
         whole_masters=isinstance(bench.one_pass, FusedPass),
+        offload_bytes=None if offload is None else room_apart(offload, recipe),
+        turnover_rate=None if offload is None else turnover_rate(offload),
     )
     planned = plan_job(bench.job, target, None if profile is None else profile.layers, profile)
     if planned.on_disk:

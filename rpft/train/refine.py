@@ -219,5 +219,5 @@ def replanned(measured: AnyPlanned) -> AnyPlanned:
 
     costs = measured_costs(profiles, plan.keep_bytes_per_token, plan.recompute)
     shape = step_shape(measured.layouts, work, costs, target.num_workers, measured.rounds, target.speeds)
-    found, _ = improved(plan, fits, partial(steps_seconds, shape=shape, rates=target.rates), measured.rounds)
+    found, _ = improved(plan, fits, partial(steps_seconds, shape=shape, rates=measured.rates), measured.rounds)
     return replace(measured, plan=found, bill=make_bill(found, measured.layouts, work))

@@ -33,7 +33,7 @@ def run_identity(prepared: Prepared) -> dict[str, Any]:
         "model": recipe.model.model_dump(mode="json"),
         "adapter": recipe.adapter.model_dump(mode="json") if recipe.adapter else None,
         "train": recipe.train.model_dump(mode="json", exclude={"eval_every", "resume_from_checkpoint"}),
-        "optimizer": recipe.optimizer.model_dump(mode="json"),
+        "optimizer": recipe.optimizer.model_dump(mode="json", exclude={"offload"}),
         "engine": {"host_gradients": str(prepared.gradient_dtype).removeprefix("torch.")},
         "data": {
             "items": len(data.items),

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from rpft import files
 from rpft.errors import UserError
 from rpft.model.layout import align
+from rpft.model.scratch_file import lies_in_ram
 from rpft.plan.bill import gib
 from rpft.plan.partition import choose_num_microbatches
 from rpft.recipe.schema import Adapter, Recipe
@@ -78,14 +81,29 @@ def _short_of_disk(planned: Planned) -> str:
     free, count = planned.target.disk_bytes, planned.num_checkpoints
     assert free is not None
     frozen = f"frozen weights {gib(planned.bill.frozen_file)}; " if planned.on_disk else ""
+    moments = f"moments {gib(planned.bill.moments_file)}; " if planned.moments_beside_output else ""
     return (
         f"output_dir {planned.recipe.output_dir}: this run needs {gib(planned.memory['disk_bytes'])} there and"
         f" {gib(free)} are free on that disk (the result {gib(planned.bill.result)}; {count} checkpoint(s) at once"
-        f" of {gib(planned.checkpoint_bytes)} each; {frozen}another output_dir may have room)"
+        f" of {gib(planned.checkpoint_bytes)} each; {frozen}{moments}another output_dir may have room)"
     )
 
 
-_WHAT_IS_SHORT = {"host_bytes": _short_of_ram, "vram_bytes": _short_of_vram, "disk_bytes": _short_of_disk}
+def _short_of_offload(planned: Planned) -> str:
+    free = planned.target.offload_bytes
+    assert free is not None
+    return (
+        f"optimizer.offload {planned.offload}: the moments need {gib(planned.bill.moments_file)} there and"
+        f" {gib(free)} are free on that disk (a folder of another disk may have room)"
+    )
+
+
+_WHAT_IS_SHORT = {
+    "host_bytes": _short_of_ram,
+    "vram_bytes": _short_of_vram,
+    "disk_bytes": _short_of_disk,
+    "offload_bytes": _short_of_offload,
+}
 
 
 def _parts(parts: Mapping[str, int]) -> str:
@@ -147,6 +165,11 @@ def _smaller_changes(planned: Planned) -> Iterator[_Change]:
         yield _Change("model.quantize=nf4", recipe.with_values("model", quantize="nf4"))
     if recipe.adapter is not None and not planned.on_disk:
         yield _Change("engine.host_store=mmap", recipe.with_values("engine", host_store="mmap"))
+    folder = files.existing_folder(Path(recipe.output_dir))
+    if planned.offload is None and not lies_in_ram(folder):
+        yield _Change(f"optimizer.offload={folder}", recipe.with_values("optimizer", offload=str(folder)))
+    elif planned.offload is not None:
+        yield _Change("optimizer.offload=null", recipe.with_values("optimizer", offload=None))
     if recipe.model.dtype == "float32":
         yield _Change("model.dtype=bfloat16", recipe.with_values("model", dtype="bfloat16"))
     for state in {"fp32": ("bf16", "8bit"), "bf16": ("8bit",)}.get(recipe.optimizer.state, ()):

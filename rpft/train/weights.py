@@ -9,12 +9,17 @@ from rpft.model.adapters import initialise_lora
 from rpft.model.checkpoint import load_checkpoint
 from rpft.model.frozen_file import FrozenFile
 from rpft.model.host_store import HostStore
+from rpft.model.moments_file import MomentsFile
 from rpft.model.verify import verify_head
 from rpft.train.prepare import Prepared
 
 
 def make_store(prepared: Prepared, frozen_file: FrozenFile | None = None) -> HostStore:
-    """The store that ``prepared`` was planned with, all zeros. ``frozen_file``: see ``HostStore``."""
+    """The store that ``prepared`` was planned with, all zeros. ``frozen_file``: see ``HostStore``.
+
+    UserError where the disk has no room for moments that are to lie there.
+    """
+    offload = prepared.offload
     return HostStore(
         prepared.layouts,
         prepared.devices[0].allocate_host,
@@ -23,6 +28,8 @@ def make_store(prepared: Prepared, frozen_file: FrozenFile | None = None) -> Hos
         gradient_dtype=prepared.gradient_dtype,
         state_format=prepared.recipe.optimizer.state,
         frozen_file=frozen_file,
+        state_format=prepared.state_format,
+        moments_file=offload and MomentsFile(offload, prepared.layouts, prepared.state_format),
     )
 
 

@@ -1,4 +1,4 @@
-"""Moments in a file, read ahead of the update and written behind it, change no bit of a run that has them in RAM."""
+"""Moments in a file, read ahead of updates and written behind them, change no bit of a run with them in RAM."""
 
 import errno
 import random
@@ -176,7 +176,9 @@ def test_any_elements_are_read_as_they_were_written_across_pieces(state_format, 
         whole = torch.empty(moments_bytes(state_format, layout.num_trained), dtype=torch.uint8)
         for part in moments_file.stored_parts(state_format):
             field = getattr(moments_file.moments_in(whole, state_format, layout.num_trained), part.name)
-            values = torch.randint(200, field.shape, generator=torch.Generator().manual_seed(len(known))).to(field.dtype)
+            values = torch.randint(200, field.shape, generator=torch.Generator().manual_seed(len(known))).to(
+                field.dtype
+            )
             known[layout.layer, part.name] = values
             cut = rng.randrange(len(values))
             file.write(layout.layer, part.name, cut, values[cut:])

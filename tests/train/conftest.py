@@ -40,6 +40,16 @@ def quick_to_settle():
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def a_disk_anywhere():
+    """Moments may lie wherever tests write, though that be RAM; to measure that disk takes longer than a run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rpft.train.room.lies_in_ram", lambda folder: False)
+        patch.setattr("rpft.train.tries.lies_in_ram", lambda folder: False)
+        patch.setattr("rpft.train.prepare.turnover_rate", lambda folder: 1e9)
+        yield
+
+
 @pytest.fixture
 def fresh(tmp_path):
     """fresh(...) -> a Project of this test alone."""

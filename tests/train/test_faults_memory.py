@@ -1,6 +1,7 @@
 """A device whose memory runs out in mid-run costs time and no number: the step is done again, planned smaller."""
 
 import json
+import tempfile
 import threading
 import time
 import weakref
@@ -25,6 +26,7 @@ KINDS = {
     "LoRA": ("llama", {"adapter": {"r": 4, "dropout": 0.2}}),
     "delayed": ("llama", {"optimizer": {"update": "delayed"}, "model": {"dtype": "bfloat16"}}),
     "LoRA delayed": ("llama", {"optimizer": {"update": "delayed"}, "adapter": {"r": 4, "dropout": 0.2}}),
+    "moments on disk": ("llama", {"optimizer": {"offload": tempfile.gettempdir()}}),
 }
 HANG_SECONDS = 60
 
@@ -151,7 +153,7 @@ class Moment:
         monkeypatch.setattr(Failure, "set", seen)
 
 
-@pytest.mark.parametrize("kind", ["full", "LoRA delayed"])
+@pytest.mark.parametrize("kind", ["full", "LoRA delayed", "moments on disk"])
 def test_an_update_that_has_begun_is_finished_and_only_the_step_behind_it_is_undone(kind, runs, monkeypatch):
     made, unbroken = runs(kind)
     with monkeypatch.context() as patch:
@@ -184,8 +186,9 @@ def held_by_a_save(made, output, monkeypatch):
         return made.train_well(output, "checkpoint.every_steps=2", f"engine.plan={large_plan(made)}")
 
 
-def test_an_update_that_waits_for_a_save_is_finished_too(runs, monkeypatch):
-    made, unbroken = runs("full")
+@pytest.mark.parametrize("kind", ["full", "moments on disk"])
+def test_an_update_that_waits_for_a_save_is_finished_too(kind, runs, monkeypatch):
+    made, unbroken = runs(kind)
     outcome = held_by_a_save(made, "held", monkeypatch)
     assert len(outcome.smaller_plans) == 1
     check_same(outcome, unbroken)

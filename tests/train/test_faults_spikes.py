@@ -2,6 +2,7 @@
 
 import json
 import random
+import tempfile
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from rpft.train.spikes import SpikeGuard
 KINDS = {
     "full": {},
     "delayed": {"optimizer": {"update": "delayed"}, "model": {"dtype": "bfloat16"}},
+    "moments on disk": {"optimizer": {"offload": tempfile.gettempdir()}},
 }
 TRAIN = {"gradient_accumulation_steps": 1, "max_steps": 26, "warmup_ratio": 0, "learning_rate": 1e-3}
 BAD = (21, 22)

@@ -1,6 +1,7 @@
 """A checkpoint is written while training goes on, and holds the state of its own step, bit for bit."""
 
 import hashlib
+import tempfile
 import threading
 
 import pytest
@@ -22,6 +23,7 @@ KINDS = {
     "sync": ("llama", {}),
     "bfloat16": ("llama", {"model": {"dtype": "bfloat16"}}),
     "delayed": ("llama", {"optimizer": {"update": "delayed"}}),
+    "moments on disk": ("llama", {"optimizer": {"offload": tempfile.gettempdir()}}),
 }
 
 
@@ -74,7 +76,7 @@ def test_a_save_on_a_slow_disk_holds_its_own_step_and_changes_nothing(kind, runs
     assert save_and_go_on(made, "slow", unbroken, monkeypatch, True, 2)
 
 
-@pytest.mark.parametrize("kind", ["sync", "delayed"])
+@pytest.mark.parametrize("kind", ["sync", "delayed", "moments on disk"])
 def test_it_would_hold_later_steps_if_the_optimizer_did_not_wait(kind, runs, monkeypatch):
     made, unbroken = runs(kind)
     assert not save_and_go_on(made, "no wait", unbroken, monkeypatch, False, 3)
