@@ -1,4 +1,4 @@
-"""`rpft train` and `rpft plan` with moments in a file on the disk: numbers, checkpoints, faults, bills, refusals."""
+"""`rpft train` and `rpft plan` with moments in a file on the disk: numbers, checkpoints, faults, bills, errors."""
 
 import errno
 import json
@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 import pytest
-from support.engines import plan_of
 from support.recipes import crash_at, run_rpft
 
 from rpft import files
@@ -24,7 +23,6 @@ KINDS = {
     "LoRA": {"adapter": {"r": 4, "dropout": 0.2}},
 }
 EVERY = "checkpoint.every_steps=1"
-EACH_ALONE = plan_of([(i, i) for i in range(5)], [(5, 5), *((i, i) for i in (4, 3, 2, 1, 0))], 4, "layer")
 
 
 @pytest.fixture(autouse=True)
@@ -147,17 +145,17 @@ def test_an_update_is_predicted_to_take_as_long_as_the_slower_of_pass_and_disk(i
 
 def test_a_run_that_is_short_of_ram_is_told_of_the_disk(in_ram, monkeypatch):
     made, _ = in_ram("full")
-    path = made.folder / "each alone.json"
-    path.write_text(EACH_ALONE.to_json())
-    plan = f"engine.plan={path}"
-    disk = prepare(load_recipe(made.recipe, [plan, offload(made)]))
-    words = plan, f"engine.ram_limit={disk.bill.host}"
+    words = "engine.ram_limit=1MiB", "engine.recompute=layer", "engine.num_microbatches=1"
+    setting = f"optimizer.offload={made.folder}"
     ran = made.train("too much", *words)
     assert ran.code == 2
-    setting = f"optimizer.offload={made.folder}"
     assert setting in ran.err
-    assert "fits" in ran.err[ran.err.index(setting) :].partition(")")[0]
-    assert made.train("enough", *words, setting, "--dry-run").code == 0
+    ram = prepare(load_recipe(made.recipe, words[1:]))
+    tried = {each.setting: each.planned.bill for each in tries._tried(ram, tries._smaller_changes(ram))}
+    moments = 8 * sum(layout.num_trained for layout in ram.layouts)
+    store = "weights, gradients, optimizer state"
+    assert tried[setting].host_parts[store] == ram.bill.host_parts[store] - moments
+    assert "optimizer.offload" not in made.train("too much", *words, offload(made)).err
     monkeypatch.setattr(tries, "lies_in_ram", lambda folder: True)
     assert "optimizer.offload" not in made.train("too much", *words).err
 
