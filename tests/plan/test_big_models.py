@@ -115,6 +115,32 @@ def test_an_nf4_base_of_235b_fits_ordinary_ram_and_a_card_of_24_gib():
     assert 114 << 30 <= bill.frozen_file <= 116 << 30
 
 
+@pytest.mark.parametrize(
+    ("name", "ram_gib", "file_gib"), [("Llama-3.1-8B, full", 52, 60), ("Qwen3-32B, full", 206, 245)]
+)
+def test_with_moments_on_the_disk_full_fine_tuning_takes_six_bytes_a_parameter_of_ram(name, ram_gib, file_gib):
+    family, settings, _ = SHAPES[name]
+    config = getattr(transformers, family)(**settings)
+    skeleton = cut(build_model(config, torch.bfloat16, "auto"))
+    layouts = build_layers(skeleton, torch.bfloat16)
+    work = Workload(
+        model_shape(config, 2),
+        max_tokens=2048,
+        accumulation=16,
+        delayed=False,
+        gradient_dtype=torch.bfloat16,
+        moments_on_disk=True,
+    )
+    plan = choose_plan(layouts, skeleton, work, 1, 16, "auto", CARD_BYTES, None)
+    bill = make_bill(plan, layouts, work)
+    parameters = sum(layout.num_trained for layout in layouts)
+    assert 6 * parameters <= bill.host_parts["weights, gradients, optimizer state"] <= 6.01 * parameters
+    assert bill.host_parts["moments on their way"] == 512 << 20
+    assert bill.host <= ram_gib << 30
+    assert 8 * parameters <= bill.moments_file <= 8.01 * parameters
+    assert file_gib - 1 <= bill.moments_file / 2**30 <= file_gib
+
+
 @pytest.mark.parametrize(("vram_gib", "least", "most"), [(12, 0, 33), (48, 1, 34), (80, 34, 34)])
 def test_the_frozen_base_of_an_adapter_stays_on_the_card_as_far_as_it_has_room(vram_gib, least, most):
     family, settings, _ = SHAPES["Llama-3.1-8B, full"]
