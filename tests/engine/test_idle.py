@@ -56,6 +56,25 @@ def test_each_second_of_a_known_trace_has_its_cause():
     assert idle.busy_seconds + sum(idle.seconds.values()) == pytest.approx(idle.window_seconds)
 
 
+def test_what_a_worker_waits_for_the_optimizer_while_that_waits_for_the_disk_is_the_disks():
+    def held(start, end):
+        return Span(HOST, "optimizer", WAIT, "the update of step 1: waits for disk", start, end, start, 0, DISK)
+
+    trace = trace_of(
+        held(0.5, 2.0),
+        wait("compute", WEIGHTS, 1.0, 10.0),
+        wait("weights up", OPTIMIZER, 1.0, 9.0),
+        held(4.0, 5.0),
+        task("weights up", 9.0, 10.0, 100),
+        held(8.5, 9.5),
+        task("compute", 10.0, 20.0),
+    )
+    [idle] = idle_by_cause(trace)
+    assert idle.seconds["disk"] == pytest.approx(1.0 + 1.0 + 0.5)
+    assert idle.seconds["optimizer"] == pytest.approx(8.0 - 2.5)
+    assert idle.seconds["weights"] == pytest.approx(1.0)
+
+
 def test_the_table_has_a_row_a_worker_and_leaves_out_what_nobody_waited_for():
     heading, row = idle_table(
         idle_by_cause(trace_of(task("compute", 0.0, 15.0), wait("compute", INPUT, 15.0, 20.0)))
