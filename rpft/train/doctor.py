@@ -19,8 +19,10 @@ from rpft.draw.figures import duration
 from rpft.engine.device import Device, cuda_available, make_pool
 from rpft.errors import UserError
 from rpft.host import available_cores
+from rpft.model.scratch_file import lies_in_ram
 from rpft.optim.one_pass import FusedPass, measured_rate, prepare
 from rpft.plan.bill import available_host_bytes, gib
+from rpft.plan.disk_rate import turnover_rate
 from rpft.plan.profile import measure_host_memory, measure_link, measure_links_together
 from rpft.train.kernels import choose_kernels
 
@@ -35,8 +37,8 @@ _LITTLE_RAM_BYTES = 16 << 30
 _TRIED_BYTES = 1 << 28
 """Written to the disk, and page-locked, to see how that goes."""
 
-_BYTES_TRAINED, _BYTES_SAVED = 16, 12
-"""Of RAM, and of a checkpoint, for a trained parameter."""
+_BYTES_TRAINED, _BYTES_SAVED, _BYTES_OF_MOMENTS = 16, 12, 8
+"""Of RAM, of a checkpoint, and of both moments, for a trained parameter."""
 
 _NVIDIA = Path("/proc/driver/nvidia/version")
 
@@ -207,6 +209,11 @@ def _disk(folder: Path) -> Finding:
     cost = f"a checkpoint of an 8B, {gib(int(checkpoint))}, takes {duration(checkpoint / rate)}"
     slow = rate < _FAST_ENOUGH_DISK
     figures = {"free_bytes": free, "write": rate}
+    turnover = None if lies_in_ram(place) else turnover_rate(place, 2 * _TRIED_BYTES)
+    if turnover is not None:
+        figures["turnover"] = turnover
+        seconds = _BYTES_OF_MOMENTS * EXAMPLE_PARAMETERS / turnover
+        cost += f"; its moments, read and written back (optimizer.offload), take {duration(seconds)} a step"
     found = f"{gib(free)} free, {rate / 1e9:.2f} GB/s written, in {place}"
     return Finding("disk", found, "note" if slow else "good", cost, figures)
 

@@ -35,6 +35,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "LoRA, delayed": ("llama", {"lora": LORA, "update_lag": 1}),
 }
 
+SLOW = {"full", "LoRA, delayed"}
+
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
@@ -55,7 +57,9 @@ def check_random_run(name, seed, checkpoint, folder):
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
+)
 def test_the_numbers_are_those_of_ram_for_any_plan_workers_and_delays(name, checkpoint, tmp_path):
     check_random_run(name, 0, checkpoint, tmp_path)
 
@@ -67,7 +71,7 @@ def test_many_more_plans_and_timings_give_the_same_bits(name, seed, checkpoint, 
     check_random_run(name, seed, checkpoint, tmp_path)
 
 
-@pytest.mark.parametrize("pieces", [1 << 24, 256])
+@pytest.mark.parametrize("pieces", [pytest.param(1 << 24, marks=pytest.mark.slow), 256])
 def test_one_piece_a_layer_or_hundreds_are_the_same(pieces, checkpoint, tmp_path, monkeypatch):
     in_ram = run_engine(checkpoint("llama"), PLAN, lora=LORA)
     monkeypatch.setattr(moments_file, "PIECE_PARAMETERS", pieces)
@@ -75,13 +79,13 @@ def test_one_piece_a_layer_or_hundreds_are_the_same(pieces, checkpoint, tmp_path
     assert on_disk.differences(in_ram) == []
 
 
-@pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
-def test_with_the_cache_or_past_it_they_are_the_same(direct, checkpoint, tmp_path, monkeypatch):
+def test_through_the_cache_they_are_the_same(checkpoint, tmp_path, monkeypatch, caplog):
     whole = moments_file.ScratchFile
-    monkeypatch.setattr(moments_file, "ScratchFile", lambda *arguments: whole(*arguments, direct=direct))
+    monkeypatch.setattr(moments_file, "ScratchFile", lambda *arguments: whole(*arguments, direct=False))
     settings: dict[str, Any] = {"lora": LORA, "steps": 2}
     in_ram = run_engine(checkpoint("qwen3"), PLAN, **settings)
     assert run_engine(checkpoint("qwen3"), PLAN, **settings, moments_in=tmp_path).differences(in_ram) == []
+    assert "has no direct reads and writes" in caplog.text
 
 
 def test_a_skipped_step_leaves_what_was_read_ahead_for_the_next(checkpoint, tmp_path, monkeypatch):

@@ -77,6 +77,10 @@ def live(words: list[str], folder: Path, before: Callable[[], None], meanwhile: 
                 os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
             before()
             from rpft.cli import main
+            from rpft.train import prepare, room
+
+            prepare.turnover_rate = lambda folder: 1e9  # to measure it takes longer than a life
+            room.lies_in_ram = lambda folder: False  # wherever this runs
 
             main(words)
         except SystemExit as end:
@@ -103,10 +107,13 @@ def live(words: list[str], folder: Path, before: Callable[[], None], meanwhile: 
 class Trouble:
     """One kind of trouble, drawn; ``before`` arms it in the child, ``meanwhile`` brings it about from outside."""
 
-    def __init__(self, kind: str, rng: random.Random) -> None:
+    def __init__(self, kind: str, rng: random.Random, offloaded: bool) -> None:
+        """``offloaded``: whether moments lie on the disk, too."""
         self.kind = kind
         share, self._later = rng.random(), rng.random()
-        self._file_operation, most = rng.choice([("write", 60), ("sync", 30), ("rename", 9)])
+        operations = [("write", 60), ("sync", 30), ("rename", 9)]
+        operations += [("read_at", 90), ("write_at", 60)] if offloaded else []
+        self._file_operation, most = rng.choice(operations)
         most = {"exception": 400, "memory": 400, "stall": 400, "optimizer": 36}.get(kind, most)
         self._number = 1 + int(share * most)
         self._lasting = rng.random() < 0.5
@@ -272,9 +279,13 @@ class Simulator:
         words = ["train", str(made.recipe), f"output_dir={output}"]
         words += [f"checkpoint.every_steps={rng.randint(1, 3)}", f"checkpoint.keep_last={rng.randint(1, 3)}"]
         words += [f"engine.stall_seconds={STALL_SECONDS}"] if rng.random() < 0.15 else []
+        offloaded = rng.random() < 0.3
+        if offloaded:
+            story.append("moments on disk")
+            words.insert(2, f"optimizer.offload={made.folder}")
         try:
             for _ in range(rng.randint(1, 3)):
-                trouble = Trouble(rng.choice(TROUBLES[: None if "stall" in words[-1] else -1]), rng)
+                trouble = Trouble(rng.choice(TROUBLES[: None if "stall" in words[-1] else -1]), rng, offloaded)
                 self._one_life(words, output, rng, trouble, story)
                 whole = self._whole(output)
                 if whole and rng.random() < 0.4:

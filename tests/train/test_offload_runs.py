@@ -54,7 +54,7 @@ def saved(outcome, step=4):
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["full", "bfloat16, delayed", pytest.param("LoRA", marks=pytest.mark.slow)])
 def test_numbers_results_and_checkpoints_are_those_of_ram_to_the_byte(kind, in_ram):
     made, expected = in_ram(kind)
     before = sorted(os.listdir(made.folder))
@@ -65,7 +65,9 @@ def test_numbers_results_and_checkpoints_are_those_of_ram_to_the_byte(kind, in_r
     assert sorted(os.listdir(made.folder)) == sorted([*before, "on disk"])
 
 
-@pytest.mark.parametrize(("first", "then"), [("disk", "disk"), ("disk", "ram"), ("ram", "disk")])
+@pytest.mark.parametrize(
+    ("first", "then"), [("disk", "disk"), ("disk", "ram"), pytest.param("ram", "disk", marks=pytest.mark.slow)]
+)
 def test_a_broken_run_goes_on_from_its_checkpoint_wherever_its_moments_lie(first, then, in_ram, monkeypatch):
     made, expected = in_ram("full")
     words = {"disk": [offload(made)], "ram": []}
