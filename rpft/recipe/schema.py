@@ -363,8 +363,8 @@ class Optimizer(Section):
         default=None,
         min_length=1,
         description="Folder on a fast disk (NVMe) in which the moments lie, in a file without a name, instead of"
-        " in RAM: 8 bytes a trained parameter less. All of them are read and written in every update, which the"
-        " plan counts. No number depends on it. null: RAM.",
+        " in RAM. All of them are read and written in every update, which the plan counts. No number depends on"
+        " it. null: RAM.",
     )
 
 
