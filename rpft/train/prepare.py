@@ -57,6 +57,8 @@ def prepare(recipe: Recipe, say: Say = lambda line: None, measured: bool = False
 
 def set_up(recipe: Recipe, weights: bool = False) -> Workbench:
     """The recipe's job on the workers of this machine. ``weights``: whether the checkpoint's will be read."""
+    if recipe.optimizer.offload is not None:
+        check_offload(Path(recipe.optimizer.offload))
     devices = make_devices(recipe.engine)
     job = read_job(recipe, choose_kernels(recipe.engine.kernels, devices[0].torch_device.type), weights)
     return workbench(job, devices)
@@ -87,8 +89,6 @@ def plan_here(bench: Workbench, profile: Profile | None) -> Prepared:
     elif profile is not None and profile.speeds:
         speeds = profile.speeds
     offload = bench.job.offload
-    if offload is not None:
-        check_offload(offload)
     target = Target(
         name="this machine",
         num_workers=len(devices),

@@ -82,6 +82,19 @@ def test_a_broken_run_goes_on_from_its_checkpoint_wherever_its_moments_lie(first
     assert saved(resumed) == saved(expected)
 
 
+def test_moments_of_another_format_are_taken_over_into_the_file_as_into_ram(in_ram, monkeypatch):
+    made, _ = in_ram("full")
+    outcomes = []
+    for name, words in (("to ram", []), ("to disk", [offload(made)])):
+        with monkeypatch.context() as patch:
+            crash_at(3, patch)
+            assert made.train(name, EVERY, "optimizer.state=bf16").code == 1
+        outcomes.append(made.train_well(name, EVERY, *words, "--resume", "--force"))
+    ram, disk = outcomes
+    assert (disk.numbers, disk.result) == (ram.numbers, ram.result)
+    assert saved(disk) == saved(ram)
+
+
 @pytest.mark.parametrize("operation", ["read_at", "write_at"])
 def test_a_disk_that_breaks_ends_the_run_and_leaves_the_last_checkpoint_whole(operation, in_ram, monkeypatch):
     made, expected = in_ram("full")
