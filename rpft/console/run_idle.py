@@ -15,6 +15,7 @@ _FILLS = {
     "input": KINDS["activations"],
     "input copy": "#7fcfb2",
     "weights": KINDS["weights"],
+    "disk": "#9c6b30",
     "optimizer": KINDS["optimizer"],
     "gradients": KINDS["gradients"],
     "launch": "#8c8c8c",
