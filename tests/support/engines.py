@@ -24,6 +24,7 @@ from rpft.model.functions import LayerFunctions
 from rpft.model.graphs import KernelKind
 from rpft.model.host_store import HostLayer, HostStore
 from rpft.model.layers import build_layers
+from rpft.model.moments import StateFormat, stored_parts
 from rpft.model.moments_file import MomentsFile
 from rpft.model.quant import QuantKind
 from rpft.model.quant_choice import quantize_base
@@ -96,6 +97,9 @@ class Outcome:
 def _of(layer: HostLayer, kind: str) -> torch.Tensor:
     if kind == "trained weights":
         return layer.run(0, 0, layer.layout.frozen_start)
+    if kind == "state":  # which may lie in a file
+        parts = ((part.name, layer.layout.num_trained // part.block) for part in stored_parts(layer.state_format))
+        return torch.cat([layer.state_part(name, 0, count).view(torch.uint8) for name, count in parts])
     return getattr(layer, kind)
 
 
