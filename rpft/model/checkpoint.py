@@ -1,8 +1,9 @@
 """Reads a Hugging Face checkpoint into the host store, tensor by tensor, in several threads.
 
-Peak memory is the store plus, for fused experts, one fused tensor a thread: what else is read is a view of
-the file. Names that changed between the file and the model are converted by transformers' own mapping. A weight
-that the store keeps quantised is quantised as it comes: the model in working precision never exists.
+Peak memory is the store plus, where experts lie one by one and the model stacks them, one expert a thread: what
+else is read is a view of the file. Names that changed between the file and the model are converted by transformers'
+own mapping. A weight that the store keeps quantised is quantised as it comes: the model in working precision never
+exists.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -33,8 +35,17 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _THREADS = 8
 """Threads that read at most: enough for the rate of RAM, few enough to bound the fused tensors held at once."""
-ReadTensors = Callable[[], Mapping[str, torch.Tensor | Parts]]
-"""Gives tensors by name, or the parts of one that stays quantised as it is."""
+
+
+class Expert(NamedTuple):
+    """One of the weights that are stacked in a tensor."""
+
+    number: int
+    value: torch.Tensor
+
+
+ReadTensors = Callable[[], Mapping[str, torch.Tensor | Parts | Expert]]
+"""Gives tensors by name, one expert of a stack, or the parts of one that stays quantised as it is."""
 
 _HUB_WEIGHTS = "*.safetensors"
 _HUB_FILES = ["*.json", _HUB_WEIGHTS, "*.jinja", "*.txt", "*.model", "tokenizer*"]
@@ -239,16 +250,19 @@ def _store_tensors(folder: Path, read: ReadTensors, targets: dict[str, str], sto
         if name not in targets:
             continue
         stored.append(name)
+        number = None
+        if isinstance(value, Expert):
+            number, value = value
         if isinstance(value, dict):
             for suffix, part in store.parts(targets[name]).items():
                 part.copy_(value[suffix])
             continue
-        wanted = store.shape(targets[name])
+        wanted = store.shape(targets[name])[0 if number is None else 1 :]
         if tuple(value.shape) != wanted:
             raise UserError(
                 f"{folder}: tensor {name} has shape {list(value.shape)}, the config asks for {list(wanted)}"
             )
-        store.write(targets[name], value)
+        store.write(targets[name], value, number)
     return stored
 
 
@@ -288,9 +302,8 @@ def plan_reads(
             fresh: tuple[Any, list[tuple[str, str]]] = (deepcopy(by_pattern[pattern]), [])
             converted.setdefault(target, fresh)[1].append((key, pattern))
 
-    def convert(target: str) -> dict[str, torch.Tensor]:
-        converter, parts = converted.pop(target)
-        for key, pattern in sorted(parts, key=lambda part: _natural(part[0])):
+    def convert(target: str, converter: Any, parts: list[tuple[str, str]]) -> dict[str, torch.Tensor]:
+        for key, pattern in parts:
             converter.add_tensor(target, key, pattern, lambda key=key: checkpoint.read(key))
         try:
             made = converter.convert(target, model=model, config=model.config)
@@ -303,9 +316,42 @@ def plan_reads(
             made = made[0]
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
-    for target in converted:
-        reads[target] = lambda target=target: convert(target)
+    def convert_expert(
+        target: str, number: int, converter: Any, parts: list[tuple[str, str]]
+    ) -> dict[str, Expert]:
+        (made,) = convert(target, converter, parts).values()
+        return {target: Expert(number, made[0])}
+
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    for target, (converter, parts) in converted.items():
+        parts.sort(key=lambda part: _natural(part[0]))
+        experts = _experts_apart(converter, parts, shapes.get(target))
+        for number, some in enumerate(experts):
+            reads[f"{target}[{number}]"] = partial(convert_expert, target, number, deepcopy(converter), some)
+        if not experts:
+            reads[target] = partial(convert, target, converter, parts)
     return reads, unexpected
+
+
+def _experts_apart(
+    converter: Any, parts: list[tuple[str, str]], shape: torch.Size | None
+) -> list[list[tuple[str, str]]]:
+    """Of the (key, pattern) that make a tensor of ``shape``, those of each expert; none if it is no plain stack.
+
+    A converter that stacks and then does nothing across experts makes a stack of one of the parts of one.
+    """
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    by_pattern: dict[str, list[tuple[str, str]]] = {}
+    for part in parts:
+        by_pattern.setdefault(part[1], []).append(part)
+    first, *others = converter.operations
+    counts = {len(keys) for keys in by_pattern.values()}
+    if shape is None or not isinstance(first, MergeModulelist) or first.dim != 0 or counts != {shape[0]}:
+        return []
+    if not all(isinstance(operation, Concatenate) and operation.dim > 0 for operation in others):
+        return []
+    return [list(some) for some in zip(*by_pattern.values(), strict=True)]
 
 
 def _is_nf4(packed: PackedWeight | None) -> bool:

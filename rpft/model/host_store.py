@@ -257,22 +257,30 @@ class HostStore:
         assert packed is not None, name
         return {suffix: self.tensor(name + suffix) for suffix in packed.part_shapes()}
 
-    def write(self, name: str, value: torch.Tensor) -> None:
-        """Stores ``value`` as the working tensor, quantised if it is kept so, and unrounded as its master."""
+    def write(self, name: str, value: torch.Tensor, expert: int | None = None) -> None:
+        """Stores ``value`` as the working tensor, quantised if it is kept so, and unrounded as its master.
+
+        ``expert``: of several that are stacked in the tensor the one that ``value`` is; None for the whole.
+        """
         layout = self.layers[self._layer_of[name]].layout
         trained = layout.own[name][0].trained
         assert trained or not self.frozen_is_sealed, name
         if name in layout.packed:
-            layout.packed[name].quantize_into(value, self.parts(name))
+            packed, parts = layout.packed[name], self.parts(name)
+            if expert is not None:
+                packed, parts = packed.expert(expert, parts)
+            packed.quantize_into(value, parts)
             return
+        target = self.tensor(name) if expert is None else self.tensor(name)[expert]
+        assert value.shape == target.shape, name
         if not trained:
-            self.tensor(name).copy_(value)
+            target.copy_(value)
             return
-        layer, start, spec = self._trained(name)
-        assert value.shape == spec.shape, name
+        layer, start, _ = self._trained(name)
+        start += (expert or 0) * target.numel()
         if layer.master_is_split and value.dtype == torch.bfloat16:  # as most checkpoints hold it
-            self.tensor(name).copy_(value)
-            layer.master[start : start + spec.num_elements].zero_()
+            target.copy_(value)
+            layer.master[start : start + target.numel()].zero_()
             return
         layer.write_master(value.detach().to("cpu", torch.float32).flatten(), start)
 

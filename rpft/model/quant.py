@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -104,10 +104,15 @@ class PackedWeight:
             }
         return shapes
 
+    def expert(self, number: int, parts: Parts) -> tuple[PackedWeight, Parts]:
+        """One of a stack of weights by itself, and its part of ``parts``."""
+        own = {suffix: part if _is_shared(suffix) else part[number] for suffix, part in parts.items()}
+        return replace(self, shape=self.shape[1:]), own
+
     def quantize_into(self, value: torch.Tensor, parts: Parts) -> None:
         """Fills ``parts``, shaped as ``part_shapes`` says, with ``value`` [*shape] of any float dtype."""
         quantize = {"nf4": _quantize_nf4, "int8": _quantize_int8, "fp8": _quantize_fp8}[self.kind]
-        shared = {suffix for suffix in parts if suffix.endswith("quant_map")}
+        shared = {suffix for suffix in parts if _is_shared(suffix)}
         for suffix in shared:
             parts[suffix].copy_(nf4_levels() if suffix == ".quant_map" else nested_levels())
         own = {suffix: part for suffix, part in parts.items() if suffix not in shared}
@@ -116,6 +121,11 @@ class PackedWeight:
             return
         for number in range(self.shape[0]):
             quantize(value[number], {suffix: part[number] for suffix, part in own.items()})
+
+
+def _is_shared(suffix: str) -> bool:
+    """Whether all matrices of a weight have this part in common."""
+    return suffix.endswith("quant_map")
 
 
 def is_packable(kind: QuantKind, shape: tuple[int, ...]) -> bool:

@@ -18,9 +18,11 @@ from support.models import FAMILIES, load, skeleton_of, tiny_checkpoint, tiny_mo
 
 import rpft.model.checkpoint
 from rpft.errors import UserError
+from rpft.model.adapters import LoraSettings, inject_lora
 from rpft.model.checkpoint import Checkpoint, load_checkpoint, read_config, resolve_checkpoint
 from rpft.model.host_store import HostStore
 from rpft.model.layers import build_layers
+from rpft.model.quant_choice import quantize_base
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -117,11 +119,45 @@ def test_loading_holds_one_tensor_a_thread(
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_loading_fused_experts_holds_the_parts_of_one_tensor_a_thread(
+def test_loading_fused_experts_holds_one_expert_a_thread(
     family: str, num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny_checkpoint(tmp_path, family)
-    assert most_held_at_once(num_threads, tmp_path, monkeypatch) <= 4 * 2 * num_threads  # experts x (gate, up)
+    assert most_held_at_once(num_threads, tmp_path, monkeypatch) <= 2 * num_threads  # gate, up
+
+
+@pytest.mark.parametrize("quantize", [None, "nf4", "int8"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "olmoe"])
+def test_experts_are_written_to_their_places_as_they_are_read(
+    family: str, quantize: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No stack of experts ever exists beside the store, and what the store holds is what the model has."""
+    model = tiny_checkpoint(tmp_path, family)
+    written: dict[str, list[int]] = {}
+    write = HostStore.write
+
+    def watched(self: HostStore, name: str, value: torch.Tensor, expert: int | None = None) -> None:
+        written.setdefault(name, []).append(value.untyped_storage().nbytes())
+        write(self, name, value, expert)
+
+    monkeypatch.setattr(HostStore, "write", watched)
+    skeleton = skeleton_of(tmp_path)
+    if quantize is not None:
+        inject_lora(skeleton, LoraSettings(4, 8.0, 0.0, ["o_proj"]), str(tmp_path))
+        quantize_base(skeleton, quantize, torch.float32)
+    store = HostStore(build_layers(skeleton, torch.float32))
+    load_checkpoint(Checkpoint(tmp_path), skeleton, store)
+    experts = {name: each for name, each in model.named_parameters() if ".experts." in name}
+    assert experts
+    for name, weight in experts.items():
+        assert written[name] == [weight[0].numel() * 4] * len(weight)
+        packed = store.packed(name)
+        if packed is None:
+            assert torch.equal(store.tensor(name), weight)
+            continue
+        expected = {suffix: torch.zeros(s, dtype=d) for suffix, (s, d) in packed.part_shapes().items()}
+        packed.quantize_into(weight.detach(), expected)
+        assert all(torch.equal(part, expected[suffix]) for suffix, part in store.parts(name).items())
 
 
 def most_held_at_once(num_threads: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
