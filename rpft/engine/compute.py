@@ -12,6 +12,7 @@ from rpft.engine.slot import HostBatch, Slot, SlotKind, Task
 from rpft.engine.streams import Stream
 from rpft.model.blocks import Kept, Weights
 from rpft.model.functions import DeviceBatch, LayerFunctions
+from rpft.model.kept import FromForward
 from rpft.model.layout import Binding, LayerLayout
 from rpft.plan.plan import Stage
 from rpft.plan.sizes import region_starts
@@ -25,7 +26,7 @@ class ForwardState:
     outputs: deque[torch.Tensor] = field(default_factory=deque)
     """Hidden states that are to go down, oldest first."""
     kept: deque[list[tuple[int, torch.Tensor]]] = field(default_factory=deque)
-    """What blocks keep for their backward, that is to go down: (byte offset, bytes), oldest first."""
+    """What blocks keep for their backward, that is to go down: (byte offset, bytes), a block's at a time."""
 
 
 @dataclass
@@ -34,10 +35,16 @@ class GradientChain:
 
     kept: list[tuple[int, Kept]] = field(default_factory=list)
     """(layer, what its forward left) of the segment at work, in order of layers."""
+    given: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Of each block of the segment what its forward has kept, uint8, if anything."""
     output: torch.Tensor | None = None
     """What the blocks of the fused stage make of its input."""
     grad: torch.Tensor | None = None
     """The gradient for the segment's output; once the segment is done, for its input."""
+
+    def give_copy(self, layer: int, kept: torch.Tensor) -> None:
+        """Gives what the forward of ``layer`` has kept, in a buffer that is needed for other things."""
+        self.given[layer] = kept.clone()
 
     def put(self, grad: torch.Tensor) -> None:
         self.grad = grad
@@ -101,13 +108,13 @@ class SlotRun:
 
     def forward(self, task: Task, layers: range, state: ForwardState) -> None:
         """Runs ``layers`` of a forward stage on the hidden state of ``state``; their output is next to go down."""
-        keeps = layers.start in task.kept_outputs
-        output = (
-            self._run_keeping(layers.start, state, task) if keeps else self._run_layers(layers, state.hidden, task)
-        )
-        assert output is not None
-        state.hidden = output
-        state.outputs.append(output)
+        for layer in layers:
+            if layer in task.kept_outputs:
+                state.hidden = self._run_keeping(layer, state, task)
+            else:
+                state.hidden = self._run_layers(range(layer, layer + 1), state.hidden, task)
+        assert state.hidden is not None
+        state.outputs.append(state.hidden)
 
     def _run_keeping(self, layer: int, state: ForwardState, task: Task) -> torch.Tensor:
         assert state.hidden is not None
@@ -143,6 +150,7 @@ class SlotRun:
     def recompute(self, task: Task, segment: Stage, hidden: torch.Tensor | None, chain: GradientChain) -> None:
         """Runs the blocks of ``segment`` forward for their backward; in the fused stage, their only forward.
 
+        What their forwards have kept is taken from ``chain``.
         The last block of a recomputed segment may leave its forward to its backward: nobody asks for its output.
         """
         batch = self._device_batch(task.batch)
@@ -151,6 +159,7 @@ class SlotRun:
             if layer < self._first_trained:
                 hidden = self._run_layers(range(layer, layer + 1), hidden, task)
                 continue
+            buffer = chain.given.pop(layer, None)
             output, kept = self._functions.keep(
                 layer,
                 hidden,
@@ -160,27 +169,12 @@ class SlotRun:
                 frozenset(self._sums[layer]),
                 with_grad_hidden=layer > self._first_trained,
                 with_output=fused or layer < segment.last,
+                given=None if buffer is None else FromForward(self._budget_bytes(task), buffer),
             )
             chain.kept.append((layer, kept))
             # Detached: from layer to layer the gradient is handed on by this class, not by autograd.
             hidden = None if output is None else output.detach()
         chain.output = hidden
-
-    def resume(
-        self, task: Task, layer: int, hidden: torch.Tensor, buffer: torch.Tensor, chain: GradientChain
-    ) -> None:
-        """As ``recompute`` of one block, from what its forward kept, which is in ``buffer``."""
-        kept = self._functions.resume(
-            layer,
-            hidden,
-            self._weights[layer],
-            self._device_batch(task.batch),
-            task.key,
-            layer > self._first_trained,
-            self._budget_bytes(task),
-            buffer,
-        )
-        chain.kept.append((layer, kept))
 
     def backward(self, task: Task, chain: GradientChain) -> None:
         """Takes the gradient for the segment's output from ``chain``, sums weight gradients, leaves the next."""

@@ -24,7 +24,7 @@ from rpft.engine.worker import Worker
 from rpft.model.dropout import mix
 from rpft.model.host_store import HostStore
 from rpft.plan.plan import Plan, Stage
-from rpft.plan.sizes import region_starts
+from rpft.plan.sizes import keeping_layers, region_starts
 
 KeyedBatch = tuple[HostBatch, int | None]
 """A microbatch and the key of its dropout."""
@@ -116,6 +116,7 @@ class Controller:
         self._layouts = [layer.layout for layer in store.layers]
         self._has_gradient = [layout.grad_elements > 0 for layout in self._layouts]
         self.first_trained = self._has_gradient.index(True)
+        self._keeping = set(keeping_layers(self._layouts, plan, self.first_trained))
         self._slots_dispatched = 0
         assert not update_lag or all(x.second.numel() > 0 for x in store.layers if x.layout.num_trained > 0)
         self._copies = [WeightVersion.of(i, [happened() for _ in store.layers]) for i in range(1 + update_lag)]
@@ -190,8 +191,8 @@ class Controller:
                 for segment in segments[stage]:
                     if segment.first > 0:
                         task.inputs[segment.first] = self._boundaries.read(inputs[segment.first][m])
-                    if segment.first in keeping:
-                        task.kept_inputs[segment.first] = self._kept.read(keeping[segment.first][m])
+                    for layer in [each for each in segment.layers if each in keeping]:
+                        task.kept_inputs[layer] = self._kept.read(keeping[layer][m])
                 if gradients is not None:
                     task.grad_input = self._boundaries.read(gradients[m])
                 if passes_on:
@@ -239,9 +240,9 @@ class Controller:
                         boundary = self._boundaries.acquire(self._shape(task.batch), readers)
                         task.outputs[layer] = boundary
                         kept.setdefault(layer, []).append(boundary)
-                if keeping is None or not self._plan.keep_bytes_per_token:
+                if keeping is None:
                     continue
-                for layer in range(max(stage.first, self.first_trained, 1), stage.last + 1):
+                for layer in [each for each in stage.layers if each in self._keeping]:
                     task.kept_outputs[layer] = self._kept.acquire_bytes(1)
                     keeping.setdefault(layer, []).append(task.kept_outputs[layer])
             in_step = None if place is None else place + number

@@ -29,6 +29,7 @@ from rpft.engine.trace import BUFFER, COMPUTE, DISK, GRADIENTS, INPUT, OPTIMIZER
 from rpft.model.functions import DeviceBatch, LayerFunctions
 from rpft.model.layout import ALIGNMENT_ELEMENTS, LayerLayout
 from rpft.model.packed_attention import row_starts
+from rpft.plan.plan import Stage
 from rpft.plan.sizes import RESULTS_IN_FLIGHT, WorkerSizes
 
 _BATCHES_KEPT = 64
@@ -166,6 +167,22 @@ class Worker:
             return None, lambda: None
         return self._bring_up(task.inputs[layer], self._input_ring, f"{what} input")
 
+    def _bring_kept_up(
+        self, task: Task, segment: Stage, chain: GradientChain, what: str
+    ) -> list[Callable[[], None]]:
+        """As ``_bring_up`` for what the forwards of a segment kept, which ``chain`` is given."""
+        releases = []
+        for layer in [each for each in segment.layers if each in task.kept_inputs]:
+            view, let_go = self._bring_up(task.kept_inputs[layer], self._kept_ring, f"{what} kept")
+            flat = view.flatten()
+            if len(segment.layers) == 1:
+                self._compute.run(partial(chain.given.__setitem__, layer, flat), what)
+                releases.append(let_go)
+            else:  # choices of routers: small, and more of them than there are buffers
+                self._compute.run(partial(chain.give_copy, layer, flat), what)
+                let_go()
+        return releases
+
     def _let_go(self, view: torch.Tensor, freed: Event, what: str) -> None:
         """Queues, behind its last use, that a ring buffer is free again."""
         self._compute.run(lambda: self.device.release(view), what)
@@ -270,8 +287,8 @@ class Worker:
                 if first == slot.stage.first:
                     let_go()
                 self._send_down(state.outputs.popleft, boundary, computed, f"{what} output")
-                if first in task.kept_outputs:
-                    boundary = task.kept_outputs[first]
+                for layer in [each for each in range(first, last) if each in task.kept_outputs]:
+                    boundary = task.kept_outputs[layer]
                     self._send_kept_down(state.kept.popleft, boundary, f"{what} kept")
                 self._going_down.append(boundary.delivered)
                 first = last
@@ -289,16 +306,8 @@ class Worker:
             for segment in slot.segments:
                 hidden, let_go = self._bring_input_up(task, segment.first, what)
                 releases = [let_go]
-                if segment.first in task.kept_inputs:
-                    reading = task.kept_inputs[segment.first]
-                    view, let_go = self._bring_up(reading, self._kept_ring, f"{what} kept")
-                    assert hidden is not None
-                    self._compute.run(
-                        partial(run.resume, task, segment.first, hidden, view.flatten(), chain), what
-                    )
-                    releases.append(let_go)
-                else:
-                    self._compute.run(partial(run.recompute, task, segment, hidden, chain), what)
+                releases += self._bring_kept_up(task, segment, chain, what)
+                self._compute.run(partial(run.recompute, task, segment, hidden, chain), what)
                 if task.grad_input is not None and segment.last == slot.stage.last:
                     view, let_go = self._bring_up(task.grad_input, self._grad_input_ring, f"{what} gradient")
                     self._compute.run(partial(chain.put, view), what)

@@ -18,9 +18,10 @@ from torch.utils import _pytree as pytree
 from rpft.model.adapters import adapts_parameters
 from rpft.model.dropout import counted_dropout, draw_keys, drawn_dropout, placed_dropout
 from rpft.model.graphs import JointGraph, Kernels, TensorFunction, Untraceable
-from rpft.model.kept import KeptLayout
+from rpft.model.kept import FromForward, KeptLayout
 from rpft.model.quant import PackedWeight
 from rpft.model.quant_weight import open_weights
+from rpft.model.routing import Choices, recorded_choices, replayed_choices
 
 Weights = dict[str, torch.Tensor]
 """Tensor name to tensor."""
@@ -110,12 +111,17 @@ class Block:
     """The blocks of one kind: they share code and shapes, and differ in their weights."""
 
     def __init__(
-        self, name: str, template: nn.Module, kernels: Kernels, quantized: Mapping[str, PackedWeight]
+        self,
+        name: str,
+        template: nn.Module,
+        kernels: Kernels,
+        quantized: Mapping[str, PackedWeight],
+        choices: Choices = (),
     ) -> None:
         """``template``: a block without weights, on the device. ``name`` is for messages."""
         self._name, self._template, self._kernels = name, template, kernels
-        self._quantized = quantized
-        self._caches = adapts_parameters(template)
+        self._quantized, self._choices = quantized, choices
+        self._caches = caches_parametrizations(template)
         self._graphs = kernels.graphs and not self._caches
         self.trained = frozenset(n for n, p in template.named_parameters() if p.requires_grad)
 
@@ -146,19 +152,24 @@ class Block:
         place: int | None,
         with_grad_hidden: bool,
         with_output: bool,
+        given: FromForward | None,
     ) -> tuple[torch.Tensor | None, Kept]:
         """Prepares the backward: (the output, what it leaves). Without ``with_output`` the output may be None.
 
-        As a graph a block keeps everything costly if its output is asked for; if not, nothing has run yet, and the
+        ``given``: what ``forward_keeping`` kept; None where this is the only forward, or nothing was kept. As a
+        graph a block keeps everything costly if its output is asked for; if not, nothing has run yet, and the
         recompute is a part of the backward.
         """
         traced = self._traced(hidden, weights, call, place, with_grad_hidden)
         if traced is None:
-            return self._keep_eagerly(hidden, weights, call, place, with_grad_hidden)
+            return self._keep_eagerly(hidden, weights, call, place, with_grad_hidden, given)
+        if given is not None and not with_output:
+            values = self._kept_layout(traced, given.budget_bytes).tensors_in(given.buffer)
+            return None, self._graph_kept(traced, weights, given.budget_bytes, values)
         if not with_output:
-            return None, self._graph_kept(traced, weights, 0, [])
+            return None, self._graph_kept(traced, weights, None, [])
         everything = float("inf")
-        output, values = self._run_keeping(traced, everything)
+        output, values = self._run_keeping(traced, everything, given)
         return output, self._graph_kept(traced, weights, everything, values)
 
     def forward_keeping(
@@ -170,29 +181,18 @@ class Block:
         with_grad_hidden: bool,
         budget_bytes: int,
     ) -> tuple[torch.Tensor, list[tuple[int, torch.Tensor]]]:
-        """The output, and what is best kept in ``budget_bytes``: (offset, bytes) of parts of one flat buffer."""
+        """The output, and (offset, bytes) of parts of one flat buffer: what routers pick, and what is best kept in
+        ``budget_bytes`` behind it.
+        """
         traced = self._traced(hidden, weights, call, place, with_grad_hidden)
-        if traced is None:
+        if traced is None and not self._choices:
             return self.forward(hidden, weights, call, place), []
+        if traced is None:
+            with torch.no_grad(), placed_dropout(place), recorded_choices(self._choices) as made:
+                output = self.run(hidden, weights, call)
+            return output, KeptLayout(made).parts(made)
         output, values = self._run_keeping(traced, budget_bytes)
         return output, self._kept_layout(traced, budget_bytes).parts(values)
-
-    def resume(
-        self,
-        hidden: torch.Tensor,
-        weights: Weights,
-        call: BlockCall,
-        place: int | None,
-        with_grad_hidden: bool,
-        budget_bytes: int,
-        buffer: torch.Tensor,
-    ) -> Kept:
-        """Prepares the backward from what ``forward_keeping`` kept, now in ``buffer``, uint8."""
-        traced = self._traced(hidden, weights, call, place, with_grad_hidden)
-        if traced is None:
-            return self._keep_eagerly(hidden, weights, call, place, with_grad_hidden)[1]
-        values = self._kept_layout(traced, budget_bytes).tensors_in(buffer)
-        return self._graph_kept(traced, weights, budget_bytes, values)
 
     def keep_options(self, hidden: torch.Tensor, weights: Weights, call: BlockCall) -> list[tuple[int, float]]:
         """What keeping more saves: (bytes kept, work of the backward as a share of that with nothing kept)."""
@@ -209,27 +209,39 @@ class Block:
             options.append((size, joint.backward_flops(kept) / whole))
         return options
 
-    def _run_keeping(self, traced: _Traced, budget: float) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Runs the forward; (the output, the tensors kept)."""
-        at, joint = traced.at, traced.joint
+    def _run_keeping(
+        self, traced: _Traced, budget: float, given: FromForward | None = None
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Runs the forward, as far as it is not ``given``; (the output, the tensors kept, given ones too)."""
+        joint, wanted, nodes = traced.joint, traced.joint.keep(budget), list[Any]()
+        data, values = traced.at.data, list[torch.Tensor]()
+        if given is not None:
+            nodes = joint.keep(given.budget_bytes)
+            values = self._kept_layout(traced, given.budget_bytes).tensors_in(given.buffer)
+        others = [node for node in wanted if node not in nodes]
 
         def make() -> TensorFunction:
-            return self._kernels.compile(joint.forward(joint.keep(budget)), at.data)
+            return self._kernels.compile(joint.forward(others, nodes), [*data, *values])
 
+        key = "keep", traced.key, budget, None if given is None else given.budget_bytes
         with torch.no_grad():
-            output, *values = self._kernels.once(("keep", traced.key, budget), make)(*at.data)
-        return output, values
+            output, *made = self._kernels.once(key, make)(*data, *values)
+        by_node = dict(zip([*nodes, *others], [*values, *made], strict=True))
+        return output, [by_node[node] for node in wanted]
 
     def _graph_kept(
-        self, traced: _Traced, weights: Weights, budget: float, values: list[torch.Tensor]
+        self, traced: _Traced, weights: Weights, budget: float | None, values: list[torch.Tensor]
     ) -> GraphKept:
+        """``budget``: see ``JointGraph.keep``; None where nothing is kept, not even what routers pick."""
         joint = traced.joint
         trained = tuple(name for name in weights if name in self.trained)
 
         def graph_for(tensors: list[torch.Tensor]) -> TensorFunction:
             return self._kernels.once(
                 ("backward", traced.key, budget, tensors[-1 - len(trained)].stride()),
-                lambda: self._kernels.compile(joint.backward(joint.keep(budget)), tensors),
+                lambda: self._kernels.compile(
+                    joint.backward([] if budget is None else joint.keep(budget)), tensors
+                ),
             )
 
         return GraphKept(graph_for, [*traced.at.data, *values], trained)
@@ -251,11 +263,18 @@ class Block:
         return _Traced(at, joint, (at.key, with_grad_hidden))
 
     def _keep_eagerly(
-        self, hidden: torch.Tensor, weights: Weights, call: BlockCall, place: int | None, with_grad_hidden: bool
+        self,
+        hidden: torch.Tensor,
+        weights: Weights,
+        call: BlockCall,
+        place: int | None,
+        with_grad_hidden: bool,
+        given: FromForward | None,
     ) -> tuple[torch.Tensor, Kept]:
         hidden = hidden.detach().requires_grad_(with_grad_hidden)
         leaves = {n: w.detach().requires_grad_() for n, w in weights.items() if n in self.trained}
-        with torch.enable_grad(), placed_dropout(place):
+        again = nullcontext() if given is None else replayed_choices(self._choices, given.buffer)
+        with torch.enable_grad(), placed_dropout(place), again:
             output = self.run(hidden, {**weights, **leaves}, call)
         return output, EagerKept(output, hidden, leaves)
 
@@ -304,14 +323,14 @@ class Block:
                 if name in self.trained:
                     data[number] = data[number].detach().requires_grad_()
                     leaves.append(data[number])
-            with torch.enable_grad():
+            with torch.enable_grad(), recorded_choices(self._choices) as made:
                 (output,) = at.run(*data)
                 wanted = [*leaves, hidden] if with_grad_hidden else leaves
                 grads = torch.autograd.grad(output, wanted, grad, allow_unused=True)
             for total, value in zip(sums, grads, strict=False):
                 if value is not None:
                     total.add_(value)
-            return (output.detach(), grads[-1]) if with_grad_hidden else (output.detach(),)
+            return (output.detach(), *grads[len(leaves) :], *made)
 
         def make() -> JointGraph | None:
             fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -322,7 +341,8 @@ class Block:
                 ]
                 inputs = [*data, torch.empty_like(data[0]), *sums]
             try:
-                return JointGraph(self._kernels.trace_fakes(joint, inputs, fake), num_data)
+                module = self._kernels.trace_fakes(joint, inputs, fake)
+                return JointGraph(module, num_data, sum(each > 0 for each in self._choices))
             except Untraceable as reason:
                 self._kernels.report(self._name, reason)
                 return None

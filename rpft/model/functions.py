@@ -22,6 +22,7 @@ from rpft.model.blocks import Block, BlockCall, EagerKept, Kept, Weights
 from rpft.model.dropout import mix, placed_dropout
 from rpft.model.graphs import KernelKind, Kernels
 from rpft.model.head import HeadLoss
+from rpft.model.kept import FromForward
 from rpft.model.packed_attention import NAME as PACKED
 from rpft.model.packed_attention import masks_from
 from rpft.model.probe import Probe
@@ -89,7 +90,7 @@ class LayerFunctions:
         self._tokens_left_whole = min(tokens_left_whole(each, dtype.itemsize) for each in self._templates)
         shared = Kernels(kernels, device, deterministic)
         self._block_kinds = [
-            Block(f"block {i}", template, shared, skeleton.quantized_in(i))
+            Block(f"block {i}", template, shared, skeleton.quantized_in(i), skeleton.choices[i])
             for i, template in zip(first_of_kind, self._templates, strict=True)
         ]
         self.head = HeadLoss(self, shared)
@@ -246,11 +247,12 @@ class LayerFunctions:
         trained: frozenset[str],
         with_grad_hidden: bool,
         with_output: bool,
+        given: FromForward | None = None,
     ) -> tuple[torch.Tensor | None, Kept]:
         """Layer 0..L for a backward: (its output, what it keeps); see ``Block.keep``.
 
         ``trained``: names of the weights that get gradients. ``with_grad_hidden``: whether a layer below needs the
-        gradient of ``hidden``.
+        gradient of ``hidden``. ``given``: what its ``forward_keeping`` kept.
         """
         place = None if key is None else mix(key, layer)
         if layer == 0:
@@ -260,7 +262,7 @@ class LayerFunctions:
             return output, EagerKept(output, None, leaves)
         assert hidden is not None
         block, own, call = self._block(layer, weights, batch)
-        output, kept = block.keep(hidden, own, call, place, with_grad_hidden, with_output)
+        output, kept = block.keep(hidden, own, call, place, with_grad_hidden, with_output, given)
         return output, _Prefixed(kept, self._block_prefixes[layer - 1])
 
     def forward_keeping(
@@ -277,23 +279,6 @@ class LayerFunctions:
         block, own, call = self._block(layer, weights, batch)
         place = None if key is None else mix(key, layer)
         return block.forward_keeping(hidden, own, call, place, with_grad_hidden, budget_bytes)
-
-    def resume(
-        self,
-        layer: int,
-        hidden: torch.Tensor,
-        weights: Weights,
-        batch: DeviceBatch,
-        key: int | None,
-        with_grad_hidden: bool,
-        budget_bytes: int,
-        buffer: torch.Tensor,
-    ) -> Kept:
-        """Prepares the backward of a block from what its forward kept; see ``Block.resume``."""
-        block, own, call = self._block(layer, weights, batch)
-        place = None if key is None else mix(key, layer)
-        kept = block.resume(hidden, own, call, place, with_grad_hidden, budget_bytes, buffer)
-        return _Prefixed(kept, self._block_prefixes[layer - 1])
 
     def keep_options(
         self, layer: int, hidden: torch.Tensor, weights: Weights, batch: DeviceBatch

@@ -112,7 +112,7 @@ class Kernels:
     ) -> fx.GraphModule:
         """As ``trace``, of tensors without data that belong to ``fake``."""
         try:
-            with fake, self._attention(), _quiet():
+            with fake, self._attention(), quiet_fakes():
                 module = make_fx(function, tracing_mode="real")(*inputs)
                 if _writes_into_own_tensors(module.graph):
                     module = make_fx(torch.func.functionalize(module), tracing_mode="real")(*inputs)
@@ -165,7 +165,7 @@ class Kernels:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_fakes() -> Iterator[None]:
     """torch logs a traceback for what is caught here and said in one line."""
     noisy = logging.getLogger("torch._subclasses.fake_tensor")
     level = noisy.level
@@ -181,10 +181,11 @@ class JointGraph:
 
     ``module`` takes ``num_data`` tensors (the hidden state and all that decides the output), the output's
     gradient, and the sums to which gradients are added in place; it returns the output and the hidden state's
-    gradient, which is left out where nothing below is trained.
+    gradient, which is left out where nothing below is trained, and then ``num_choices`` choices of routers
+    (model/routing.py). Those that the backward depends on are always kept.
     """
 
-    def __init__(self, module: fx.GraphModule, num_data: int) -> None:
+    def __init__(self, module: fx.GraphModule, num_data: int, num_choices: int = 0) -> None:
         self._module = module
         _drop_random_states(module.graph)
         nodes = list(module.graph.nodes)
@@ -195,18 +196,22 @@ class JointGraph:
             placeholders[num_data + 1 :],
         )
         returned = list(nodes[-1].args[0])  # type: ignore[arg-type]
-        self._output, self._grad_hidden = returned[0], returned[1:]
+        middle = len(returned) - num_choices
+        self._output, self._grad_hidden, choices = returned[0], returned[1:middle], returned[middle:]
         self._effects = [node for node in nodes if _writes(node)]
         for node in self._effects:
             if node.args[0] not in self._sums:
                 raise Untraceable(f"{node.target} writes into a tensor of the model")
+        self._ends = [*self._grad_hidden, *self._effects]
+        used = {s for node in _needed(self._ends, [*self._data, *choices]) for s in node.all_input_nodes}
+        self._choices = [node for node in dict.fromkeys(choices) if node in used]
         self._backward_nodes = _reached_from([self._grad], nodes)
         self._orders: dict[float, list[list[fx.Node]]] = {}
         """What was chosen for a budget: that takes seconds for a block of many products."""
 
-    def forward(self, kept: Sequence[fx.Node]) -> fx.GraphModule:
-        """(data) -> (output, then each of ``kept``)."""
-        return self._cut(self._data, [self._output, *kept])
+    def forward(self, kept: Sequence[fx.Node], given: Sequence[fx.Node] = ()) -> fx.GraphModule:
+        """(data, given) -> (output, then each of ``kept``)."""
+        return self._cut([*self._data, *given], [self._output, *kept])
 
     def backward(self, kept: Sequence[fx.Node]) -> fx.GraphModule:
         """(data, kept, gradient, sums) -> (gradient of the hidden state, if any): recomputes what is not kept."""
@@ -214,34 +219,33 @@ class JointGraph:
         return self._cut(inputs, self._grad_hidden, self._effects)
 
     def keep(self, budget_bytes: float) -> list[fx.Node]:
-        """What of the forward pass is best kept within ``budget_bytes``: most operations saved a byte first.
+        """The choices of routers, and what else is best kept in ``budget_bytes``: most operations a byte first.
 
         Candidates are the results of products and attention that the backward would recompute; what lies between
         them is cheap. Counted are the operations which then need not run, those further up included.
         """
-        return [node for group in self.keep_in_order(budget_bytes) for node in group]
+        return [*self._choices, *(node for group in self.keep_in_order(budget_bytes) for node in group)]
 
     def keep_in_order(self, budget_bytes: float = float("inf")) -> list[list[fx.Node]]:
-        """As ``keep``: the results of one operation after the other, the best first."""
+        """As ``keep`` without the choices: the results of one operation after the other, the best first."""
         if budget_bytes not in self._orders:
             self._orders[budget_bytes] = self._choose(budget_bytes)
         return self._orders[budget_bytes]
 
     def _choose(self, budget_bytes: float) -> list[list[fx.Node]]:
-        ends = [*self._grad_hidden, *self._effects]
         kept: list[fx.Node] = []
         order: list[list[fx.Node]] = []
         left = budget_bytes
         while True:
-            costly = self._recomputed(ends, kept)
+            costly = self._recomputed(kept)
             now = sum(costly.values())
             best, best_rate = None, 0.0
             for operation in costly:
-                results = self._results(operation, ends, kept)
+                results = self._results(operation, kept)
                 size = sum(align(_num_bytes(node), ALIGNMENT_BYTES) for node in results)
                 if not results or size > left:
                     continue
-                saved = now - sum(self._recomputed(ends, [*kept, *results]).values())
+                saved = now - sum(self._recomputed([*kept, *results]).values())
                 if saved > best_rate * size:
                     best, best_rate = results, saved / size
             if best is None:
@@ -252,18 +256,20 @@ class JointGraph:
 
     def backward_flops(self, kept: Sequence[fx.Node]) -> int:
         """Operations of products and attention in the backward, with what it recomputes."""
-        ends = [*self._grad_hidden, *self._effects]
-        return sum(_flops(node) for node in _needed(ends, [*self._data, *kept, self._grad, *self._sums]))
+        return sum(_flops(node) for node in self._needed_with(kept))
 
-    def _recomputed(self, ends: list[fx.Node], kept: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    def _needed_with(self, kept: Sequence[fx.Node]) -> list[fx.Node]:
+        """What the backward runs where ``kept`` and the choices are given."""
+        return _needed(self._ends, [*self._data, *self._choices, *kept, self._grad, *self._sums])
+
+    def _recomputed(self, kept: Sequence[fx.Node]) -> dict[fx.Node, int]:
         """Costly operations of the forward pass that the backward must run again, with their cost."""
-        needed = _needed(ends, [*self._data, *kept, self._grad, *self._sums])
-        costs = {node: _flops(node) for node in needed if node not in self._backward_nodes}
+        costs = {node: _flops(node) for node in self._needed_with(kept) if node not in self._backward_nodes}
         return {node: cost for node, cost in costs.items() if cost > 0}
 
-    def _results(self, operation: fx.Node, ends: list[fx.Node], kept: Sequence[fx.Node]) -> list[fx.Node]:
+    def _results(self, operation: fx.Node, kept: Sequence[fx.Node]) -> list[fx.Node]:
         """The tensors that ``operation`` makes and the backward uses."""
-        needed = set(_needed(ends, [*self._data, *kept, self._grad, *self._sums]))
+        needed = set(self._needed_with(kept))
         if isinstance(operation.meta["val"], torch.Tensor):
             return [operation]
         return [node for node in operation.users if node in needed and isinstance(node.meta["val"], torch.Tensor)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,15 @@ class KeptTensor:
     dtype: torch.dtype
     offset: int
     num_bytes: int
+
+
+class FromForward(NamedTuple):
+    """What the forward of a block has kept for its backward, as it was brought to where the backward runs."""
+
+    budget_bytes: int
+    """As ``Block.forward_keeping`` was given it."""
+    buffer: torch.Tensor
+    """uint8."""
 
 
 class KeptLayout:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -58,7 +60,10 @@ def build_layers(skeleton: Skeleton, dtype: torch.dtype) -> list[LayerLayout]:
         layers.append(specs)
     if not any(spec.trained for specs in layers for spec in specs):
         raise UserError("nothing to train: no parameter of the model is left trainable by the adapter settings")
-    return build_layouts(layers, borrows, packed)
+    layouts = build_layouts(layers, borrows, packed)
+    for number, choices in enumerate(skeleton.choices, start=1):
+        layouts[number] = replace(layouts[number], choices=choices)
+    return layouts
 
 
 def _parts(name: str, packed: PackedWeight, checkpoint_name: str | None) -> list[TensorSpec]:

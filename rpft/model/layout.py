@@ -115,6 +115,12 @@ class LayerLayout:
     """Elements of the layer's gradient: own, then borrowed."""
     packed: Mapping[str, PackedWeight] = field(default_factory=dict)
     """The quantised weights by name. Each lies in ``own`` as its parts: NAME and NAME.SUFFIX."""
+    choices: tuple[int, ...] = ()
+    """Of a block what its routers pick, in bytes a token: see model/routing.py."""
+
+    def choice_bytes(self, tokens: int) -> int:
+        """Bytes that go with ``tokens`` from the block's forward to its backward, so that experts are the same."""
+        return sum(align(each * tokens, ALIGNMENT_BYTES) for each in self.choices)
 
     @cached_property
     def parts(self) -> frozenset[str]:

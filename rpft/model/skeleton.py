@@ -17,6 +17,7 @@ from torch import nn
 from rpft.errors import UserError
 from rpft.model.quant import PackedWeight
 from rpft.model.refuse import refuse_encoder, refuse_settings, refuse_side_inputs
+from rpft.model.routing import PROBE_TOKENS, Choices, find_choices
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +104,8 @@ class Skeleton:
     """All names of that state dict, tied ones included."""
     quantized: dict[str, PackedWeight] = field(default_factory=dict)
     """Frozen weights of the blocks that are stored in fewer bits, by full name."""
+    choices: tuple[Choices, ...] = ()
+    """For each block what its routers pick."""
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -238,26 +241,26 @@ def cut(model: Any) -> Skeleton:
         stub_blocks(shell, blocks_path, state)
         for path in outer:
             replace_module(shell, path, EmbeddingStub(path, model.get_submodule(path), torch.float32, calls))
-        seen: list[torch.Size] = []
+        seen: list[tuple[torch.Tensor, Any, Any]] = []
 
         def action(index: int, hidden: Any, args: Any, kwargs: Any, seen: Any = seen, calls: Any = calls) -> Any:
             if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3 or index != len(seen):
                 raise ValueError(f"block {index} was called as number {len(seen)}, or without a hidden state")
             refuse_side_inputs(model, args, kwargs)
-            seen.append(hidden.shape)
+            seen.append((hidden, args, kwargs))
             calls.append("<block>")
             return hidden
 
         state.action = action
         try:
             with torch.enable_grad():
-                shell(input_ids=torch.zeros(2, 3, dtype=torch.long), use_cache=False)
+                shell(input_ids=torch.zeros(2, PROBE_TOKENS, dtype=torch.long), use_cache=False)
         except UserError:
             raise
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}".splitlines()[0])
             continue
-        if len(seen) == count and len(set(seen)) == 1:
+        if len(seen) == count and len({hidden.shape for hidden, _, _ in seen}) == 1:
             break
     else:
         raise UserError(
@@ -274,10 +277,20 @@ def cut(model: Any) -> Skeleton:
         if paths:
             raise UserError(f"{name} is not supported: modules with parameters {problem}: {', '.join(paths)}")
     skeleton = Skeleton(model, blocks_path, returns_tuple, before, after, state_names=tuple(model.state_dict()))
+    skeleton.choices = _choices(skeleton, seen)
     tensors = [*model.named_parameters(remove_duplicate=False), *persistent_buffers(model)]
     for tensor_name, tensor in tensors:
         skeleton.checkpoint_names.setdefault(id(tensor), tensor_name)
     return skeleton
+
+
+def _choices(skeleton: Skeleton, calls: list[tuple[torch.Tensor, Any, Any]]) -> tuple[Choices, ...]:
+    """For each block what its routers pick. ``calls``: the hidden state, and what each is given beside it."""
+    kinds, known = kinds_of_blocks(skeleton), dict[int, Choices]()
+    for kind, block, (hidden, args, kwargs) in zip(kinds, skeleton.blocks, calls, strict=True):
+        if kind not in known:
+            known[kind] = find_choices(block, hidden.detach(), args, kwargs)
+    return tuple(known[kind] for kind in kinds)
 
 
 def persistent_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

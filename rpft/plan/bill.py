@@ -17,7 +17,7 @@ from rpft.model.moments import StateFormat
 from rpft.model.moments_file import moments_file_bytes, moments_pieces, window_bytes
 from rpft.plan.plan import Plan, Stage
 from rpft.plan.profile import LayerProfile, memory_measured
-from rpft.plan.sizes import RESULTS_IN_FLIGHT, boundary_buffers, worker_sizes
+from rpft.plan.sizes import RESULTS_IN_FLIGHT, boundary_buffers, keeping_layers, worker_sizes
 
 _PROCESS_BYTES = 3 << 29
 """Interpreter, torch, transformers and tokenised data: 1.5 GiB."""
@@ -98,7 +98,8 @@ def make_bill(plan: Plan, layouts: list[LayerLayout], work: Workload) -> Bill:
     """What ``plan`` takes for ``work``."""
     shape, max_tokens = work.shape, work.max_tokens
     boundary = max_tokens * shape.hidden_size * shape.itemsize
-    kept_blocks = sum(1 for layout in layouts[1 : plan.fused.first] if layout.layer >= _first_trained(layouts))
+    sizes = worker_sizes(layouts, plan, boundary, work.gradient_dtype, max_tokens)
+    keeping = keeping_layers(layouts, plan, _first_trained(layouts))
     host = {
         "weights, gradients, optimizer state": store_bytes(
             layouts,
@@ -110,10 +111,9 @@ def make_bill(plan: Plan, layouts: list[LayerLayout], work: Workload) -> Bill:
             moments_on_disk=work.moments_on_disk,
         ),
         "hidden states between stages": boundary_buffers(plan, _first_trained(layouts)) * boundary,
-        "kept for the backward": kept_blocks * plan.num_microbatches * plan.keep_bytes_per_token * max_tokens,
+        "kept for the backward": len(keeping) * plan.num_microbatches * sizes.kept_bytes,
         "process": _PROCESS_BYTES + (_COMPILER_BYTES if work.kernels == "compile" else 0),
     }
-    sizes = worker_sizes(layouts, plan, boundary, work.gradient_dtype, max_tokens)
     if work.readers:
         host[READ_AHEAD] = 2 * work.readers * sizes.weight_bytes
     pieces = moments_pieces(layouts, work.state_format) if work.moments_on_disk else []
@@ -129,6 +129,15 @@ def make_bill(plan: Plan, layouts: list[LayerLayout], work: Workload) -> Bill:
         measured = _measured_activations(plan, work.profiles)
         device |= {"activations": measured, "gaps between them": int(_GAPS * measured)}
     device["results on their way down"] = RESULTS_IN_FLIGHT * (boundary + plan.keep_bytes_per_token * max_tokens)
+    if any(layout.choices for layout in layouts):
+        given, sent = (
+            max(
+                (sum(layouts[i].choice_bytes(max_tokens) for i in keeping if i in s.layers) for s in some),
+                default=0,
+            )
+            for some in (_segments(plan), plan.forward)
+        )
+        device["choices of routers"] = given + RESULTS_IN_FLIGHT * sent
     if work.workers_in_ram:
         host["memory of the workers"] = work.workers_in_ram * sum(device.values())
     trained = sum(layout.num_trained for layout in layouts)

@@ -63,9 +63,15 @@ def worker_sizes(
         gradient_elements=largest(plan.backward, lambda layout: layout.grad_elements),
         boundary_bytes=boundary_bytes,
         gradient_dtype=gradient_dtype,
-        kept_bytes=plan.keep_bytes_per_token * max_tokens,
+        kept_bytes=plan.keep_bytes_per_token * max_tokens + max(x.choice_bytes(max_tokens) for x in layouts),
         resident_bytes=sum(layouts[layer].frozen_bytes for layer in plan.resident),
     )
+
+
+def keeping_layers(layouts: Sequence[LayerLayout], plan: Plan, first_trained: int) -> list[int]:
+    """Blocks whose forward slot keeps something for the backward: as the plan says, or what their routers pick."""
+    blocks = range(max(first_trained, 1), plan.fused.first)
+    return [layer for layer in blocks if plan.keep_bytes_per_token or layouts[layer].choices]
 
 
 def frozen_bytes_up(layouts: list[LayerLayout], plan: Plan, first_trained: int) -> int:

@@ -9,6 +9,7 @@ from support.layers import batch_of, random_ids, relative_error
 from support.models import load
 
 from rpft.model.functions import LayerFunctions
+from rpft.model.kept import FromForward
 from rpft.plan.plan import Plan
 
 pytestmark = [
@@ -55,7 +56,8 @@ def test_a_block_resumed_from_a_flat_buffer_has_the_gradients_of_one_recomputed(
         for offset, part in parts:
             host[offset : offset + part.numel()].copy_(part)
         sums = zeros()
-        resumed = functions.resume(1, hidden, weights, batch, None, True, size, host.to(device))
+        given = FromForward(size, host.to(device))
+        _, resumed = functions.keep(1, hidden, weights, batch, None, frozenset(sums), True, False, given)
         grad_hidden = resumed.backward(grad, sums)
         assert grad_hidden is not None
         assert relative_error(grad_hidden.float(), grad_expected.float()) < 0.02

@@ -18,9 +18,10 @@ from rpft.model.adapters import LoraSettings, initialise_lora
 from rpft.model.functions import DeviceBatch, LayerFunctions
 from rpft.model.graphs import JointGraph, Kernels, Untraceable
 from rpft.model.head import HEAD_CHUNK_TOKENS
+from rpft.model.kept import FromForward
 
 CPU = torch.device("cpu")
-EXPERTS = {"qwen3_moe", "mixtral", "gpt_oss", "qwen3_next", "deepseek_v3"}
+EXPERTS = {"qwen3_moe", "mixtral", "gpt_oss", "qwen3_next", "olmoe", "deepseek_v3"}
 """Families whose products of experts are one operation, hence traceable, in bfloat16 only."""
 
 LORA = LoraSettings(4, 8.0, 0.2, ["q_proj", "down_proj", "c_attn", "c_proj"])
@@ -172,18 +173,21 @@ def test_whatever_a_forward_keeps_the_gradients_have_the_same_bits(family: str, 
     hidden, grad = (torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(s)).to(dtype) for s in (1, 2))
     weights = loaded.store.layer_weights(1)
 
-    def gradients(budget: int | None) -> tuple[int, list[torch.Tensor]]:
+    choices = loaded.store.layers[1].layout.choice_bytes(32)
+
+    def gradients(budget: int | None, with_output: bool = False) -> tuple[int, list[torch.Tensor]]:
         sums = {name: torch.zeros(w.shape) for name, w in weights.items()}
         size = 0
         if budget is None:
-            _, kept = functions.keep(1, hidden, weights, batch, 5, frozenset(sums), True, False)
+            _, kept = functions.keep(1, hidden, weights, batch, 5, frozenset(sums), True, with_output)
         else:
             _, parts = functions.forward_keeping(1, hidden, weights, batch, 5, True, budget)
-            buffer = torch.full((budget,), 0xFF, dtype=torch.uint8)
+            buffer = torch.full((budget + choices,), 0xFF, dtype=torch.uint8)
             for offset, part in parts:
                 buffer[offset : offset + part.numel()] = part
             size = sum(part.numel() for _, part in parts)
-            kept = functions.resume(1, hidden, weights, batch, 5, True, budget, buffer)
+            given = FromForward(budget, buffer)
+            _, kept = functions.keep(1, hidden, weights, batch, 5, frozenset(sums), True, with_output, given)
         grad_hidden = kept.backward(grad, sums)
         assert grad_hidden is not None
         return size, [grad_hidden, *sums.values()]
@@ -193,8 +197,10 @@ def test_whatever_a_forward_keeps_the_gradients_have_the_same_bits(family: str, 
     for budget in (8 << 10, 16 << 10, 1 << 20):
         size, found = gradients(budget)
         sizes.append(size)
-        assert size <= budget
+        assert size <= budget + choices
+        _, apart = gradients(budget, with_output=True)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(apart, expected, strict=True))
     assert 0 < sizes[0] < sizes[-1], "else nothing was tried"
 
 

@@ -99,6 +99,7 @@ _MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             **_MOE,
         },
     ),
+    "olmoe": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
     "deepseek_v3": (
         "DeepseekV3Config",
         {
