@@ -14,6 +14,7 @@ from rpft.model.blocks import Kept, Weights
 from rpft.model.functions import DeviceBatch, LayerFunctions
 from rpft.model.kept import FromForward
 from rpft.model.layout import Binding, LayerLayout
+from rpft.model.router_loss import LOSS, WEIGHT
 from rpft.plan.plan import Stage
 from rpft.plan.sizes import region_starts
 
@@ -77,6 +78,8 @@ class SlotRun:
         self._weights: dict[int, Weights] = {}
         self._sums: dict[int, Weights] = {}
         self._losses: list[torch.Tensor] = []
+        self._router_losses = torch.zeros(0)
+        """[microbatches, balanced layers of the stage]."""
 
     def begin(self) -> None:
         """Points every layer's tensors into the weight buffer."""
@@ -98,6 +101,8 @@ class SlotRun:
 
     def take_accumulator(self, flat: torch.Tensor) -> None:
         """Points every trained tensor's running sum into ``flat``, the worker's float32 accumulator."""
+        if self._slot.balanced:
+            self._router_losses = flat.new_zeros(len(self._slot.tasks), len(self._slot.balanced))
         for layer in self._slot.stage.layers:
             start = self._starts[layer][1]
             self._sums[layer] = {
@@ -186,9 +191,18 @@ class SlotRun:
         while chain.kept:
             layer, kept = chain.kept.pop()
             assert grad is not None
-            grad = kept.backward(grad, self._sums[layer])
+            grad = kept.backward(grad, {**self._sums[layer], **self._router_sums(task, layer)})
         if grad is not None:
             chain.put(grad)
+
+    def _router_sums(self, task: Task, layer: int) -> Weights:
+        """Where the router of ``layer`` adds its loss, and how much that of this microbatch weighs."""
+        if layer not in self._slot.balanced:
+            return {}
+        weight = task.batch.trained_tokens / len(self._functions.balanced)
+        number = next(i for i, each in enumerate(self._slot.tasks) if each is task)
+        place = self._router_losses[number, self._slot.balanced.index(layer)]
+        return {LOSS: place, WEIGHT: torch.full_like(place, weight)}
 
     def _head_backward(self, task: Task, chain: GradientChain) -> torch.Tensor:
         head = self._slot.stage.last
@@ -199,6 +213,11 @@ class SlotRun:
         )
         self._losses.append(total)
         return grad
+
+    def store_router_losses(self, target: torch.Tensor, stream: Stream) -> None:
+        """Copies the losses of the slot's routers to host ``target``."""
+        stream.uses(self._router_losses)
+        target.copy_(self._router_losses, non_blocking=True)
 
     def store_losses(self, target: torch.Tensor, stream: Stream) -> None:
         """Copies the loss sums of the slot's microbatches to host ``target``."""

@@ -12,6 +12,7 @@ event is made here, in that order, who waits for whom is decided in one thread a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -51,12 +52,22 @@ class Losses:
     """Loss sums of a step or an evaluation, complete when all of ``ready`` are."""
 
     values: list[torch.Tensor] = field(default_factory=list)
-    """A float32 host tensor [microbatches] a round."""
+    """A float32 host tensor [microbatches] a round; of routers [microbatches, layers] a slot."""
     ready: list[Event] = field(default_factory=list)
+
+    def expect(self, shape: tuple[int, ...], ready: Event) -> torch.Tensor:
+        """A tensor that will hold more of them once ``ready`` is complete."""
+        self.values.append(torch.zeros(shape))
+        self.ready.append(ready)
+        return self.values[-1]
 
     def total(self) -> float:
         """The sum over all microbatches, in order, in double precision."""
         return float(sum(value.double().sum() for value in self.values))
+
+    def exact_total(self) -> float:
+        """The sum, rounded once, whatever its order: which slots there are depends on the plan."""
+        return math.fsum(each for value in self.values for each in value.flatten().tolist())
 
 
 @dataclass
@@ -72,6 +83,8 @@ class Ticket:
     losses: Losses
     squares: torch.Tensor
     """[layers] float64: the sum of squares of the layer's own gradient, valid once it has landed."""
+    router_losses: Losses = field(default_factory=Losses)
+    """Of the routers' load, each times the trained tokens of its microbatch by the number of routers; or none."""
 
 
 @dataclass
@@ -100,10 +113,12 @@ class Controller:
         update_lag: int,
         send_update: Callable[[Update], None],
         lagging: bool = False,
+        balanced: frozenset[int] = frozenset(),
     ) -> None:
         """``boundaries``, ``kept``: memory for hidden states, and for what blocks keep. ``seed`` places dropout,
         None where the model has none. ``update_lag``: 0 sync, 1 delayed updates, for a store with two copies.
-        ``lagging``: the first step is to read the other copy, weights of one update ago.
+        ``lagging``: the first step is to read the other copy, weights of one update ago. ``balanced``: layers with
+        a load-balancing loss of their router.
         """
         self._plan, self._store, self._workers = plan, store, workers
         self._boundaries, self._kept = boundaries, kept
@@ -117,6 +132,7 @@ class Controller:
         self._has_gradient = [layout.grad_elements > 0 for layout in self._layouts]
         self.first_trained = self._has_gradient.index(True)
         self._keeping = set(keeping_layers(self._layouts, plan, self.first_trained))
+        self._balanced = balanced
         self._slots_dispatched = 0
         assert not update_lag or all(x.second.numel() > 0 for x in store.layers if x.layout.num_trained > 0)
         self._copies = [WeightVersion.of(i, [happened() for _ in store.layers]) for i in range(1 + update_lag)]
@@ -207,6 +223,7 @@ class Controller:
                 self._gradient_copies(stage, ticket, number == 0, last),
                 ticket.losses if fused else None,
                 place,
+                ticket.router_losses,
             )
 
     def _segments(self, stage: Stage) -> tuple[Stage, ...]:
@@ -283,6 +300,7 @@ class Controller:
         gradients: list[GradientCopy],
         losses: Losses | None,
         place: int | None,
+        router_losses: Losses | None = None,
     ) -> None:
         """Gives a slot to the worker that the plan says, or to the next in turn, by a count that runs on and on.
 
@@ -305,11 +323,14 @@ class Controller:
                     weights.append(WeightCopy(part, start + at, written, on_disk))
                 if parts:
                     self._weights.readers[piece.layer].append(uploaded)
-        slot = Slot(self._slots_dispatched, kind, stage, segments, tasks, weights, uploaded, gradients, None, None)
+        slot = Slot(self._slots_dispatched, kind, stage, segments, tasks, weights, uploaded, gradients, None)
         if losses is not None:
-            slot.losses, slot.losses_ready = torch.zeros(len(tasks)), Event()
-            losses.values.append(slot.losses)
-            losses.ready.append(slot.losses_ready)
+            slot.losses = losses.expect((len(tasks),), slot.losses_ready)
+        if router_losses is not None:
+            slot.balanced = tuple(x for x in stage.layers if x in self._balanced and x >= self.first_trained)
+            if slot.balanced:
+                shape = len(tasks), len(slot.balanced)
+                slot.router_losses = router_losses.expect(shape, slot.router_losses_ready)
         number = None if place is None else self._plan.worker_of(place, len(self._workers))
         worker = self._workers[self._slots_dispatched % len(self._workers) if number is None else number]
         self._slots_dispatched += 1

@@ -81,6 +81,7 @@ class Engine:
             update_lag,
             send_update,
             lagging,
+            functions[0].balanced,
         )
 
     def submit_step(self, step: int, microbatches: Sequence[HostBatch]) -> Ticket:

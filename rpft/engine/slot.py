@@ -103,7 +103,12 @@ class Slot:
     gradients: list[GradientCopy]
     losses: torch.Tensor | None
     """Fused and loss slots: float32 host tensor [microbatches] for the loss sums."""
-    losses_ready: Event | None
+    losses_ready: Event = field(default_factory=Event)
+    balanced: tuple[int, ...] = ()
+    """Fused and backward: layers of the stage whose routers have a load-balancing loss."""
+    router_losses: torch.Tensor | None = None
+    """float32 host tensor [microbatches, balanced layers] for these, each times its weight."""
+    router_losses_ready: Event = field(default_factory=Event)
 
     @property
     def gradient_elements(self) -> int:

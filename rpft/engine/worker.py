@@ -120,8 +120,12 @@ class Worker:
             self._forward_tasks(slot, run)
         else:
             self._gradient_tasks(slot, run)
-        if slot.losses is not None:
-            self._send_losses_down(slot, run)
+        for losses, ready, store in (
+            (slot.losses, slot.losses_ready, run.store_losses),
+            (slot.router_losses, slot.router_losses_ready, run.store_router_losses),
+        ):
+            if losses is not None:
+                self._send_losses_down(losses, ready, store, f"{slot} losses")
         self._let_go(weights, freed, f"{slot} end")
 
     # -- copies --------------------------------------------------------------------------------------------
@@ -321,13 +325,13 @@ class Worker:
                 self._going_down.append(task.grad_output.delivered)
         self._send_gradients_down(slot, accumulator, freed)
 
-    def _send_losses_down(self, slot: Slot, run: SlotRun) -> None:
-        assert slot.losses is not None
-        assert slot.losses_ready is not None
-        losses, ready = slot.losses, slot.losses_ready
-        self._activations_down.wait(self._compute.record(Event()), COMPUTE)
-        self._activations_down.run(lambda: run.store_losses(losses, self._activations_down), f"{slot} losses")
-        self._activations_down.record(ready)
+    def _send_losses_down(
+        self, host: torch.Tensor, ready: Event, store: Callable[[torch.Tensor, Stream], None], what: str
+    ) -> None:
+        down = self._activations_down
+        down.wait(self._compute.record(Event()), COMPUTE)
+        down.run(lambda: store(host, down), what)
+        down.record(ready)
 
     def _device_batch(self, batch: HostBatch) -> DeviceBatch:
         """``batch`` on this device; the last few are kept, since a round's slots use the same ones."""

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,6 +21,7 @@ from rpft.model.graphs import JointGraph, Kernels, TensorFunction, Untraceable
 from rpft.model.kept import FromForward, KeptLayout
 from rpft.model.quant import PackedWeight
 from rpft.model.quant_weight import open_weights
+from rpft.model.router_loss import LOSS, WEIGHT, Router, ScoreWatch, load_balancing_loss
 from rpft.model.routing import Choices, recorded_choices, replayed_choices
 
 Weights = dict[str, torch.Tensor]
@@ -66,15 +67,26 @@ class Kept(Protocol):
     """What the forward pass of one layer leaves for its backward."""
 
     def backward(self, grad: torch.Tensor, sums: Weights) -> torch.Tensor | None:
-        """Adds weight gradients to ``sums`` (float32, by name); the gradient of the hidden state, where wanted."""
+        """Adds weight gradients to ``sums`` (float32, by name); the gradient of the hidden state, where wanted.
+
+        Where the block has a load-balancing loss it is added to one of ``sums`` too: see model/router_loss.py.
+        """
         ...
 
 
 class EagerKept:
     """A forward pass recorded by autograd."""
 
-    def __init__(self, output: torch.Tensor, hidden: torch.Tensor | None, leaves: Weights) -> None:
+    def __init__(
+        self,
+        output: torch.Tensor,
+        hidden: torch.Tensor | None,
+        leaves: Weights,
+        router_loss: torch.Tensor | None = None,
+        coefficient: float = 0.0,
+    ) -> None:
         self._output, self._hidden, self._leaves = output, hidden, leaves
+        self._router_loss, self._coefficient = router_loss, coefficient
 
     def backward(self, grad: torch.Tensor, sums: Weights) -> torch.Tensor | None:
         wanted = list(self._leaves.values())
@@ -84,7 +96,12 @@ class EagerKept:
             wanted.append(self._hidden)
         if not wanted:
             return None
-        grads = torch.autograd.grad(self._output, wanted, grad, allow_unused=True)
+        outputs, output_grads = [self._output], [grad]
+        if self._router_loss is not None:
+            outputs.append(self._router_loss)
+            output_grads.append(self._coefficient * sums[WEIGHT])
+            sums[LOSS].add_(self._router_loss.detach() * sums[WEIGHT])
+        grads = torch.autograd.grad(outputs, wanted, output_grads, allow_unused=True)
         for name, value in zip(self._leaves, grads, strict=False):
             if value is not None:  # an expert without a token has none
                 sums[name].add_(value)
@@ -117,10 +134,16 @@ class Block:
         kernels: Kernels,
         quantized: Mapping[str, PackedWeight],
         choices: Choices = (),
+        router: Router | None = None,
+        coefficient: float = 0.0,
     ) -> None:
-        """``template``: a block without weights, on the device. ``name`` is for messages."""
+        """``template``: a block without weights, on the device. ``name`` is for messages. ``router``: the one that
+        is to have a load-balancing loss, times ``coefficient``.
+        """
         self._name, self._template, self._kernels = name, template, kernels
         self._quantized, self._choices = quantized, choices
+        self._scores = None if router is None else ScoreWatch(template, router)
+        self._coefficient = coefficient
         self._caches = caches_parametrizations(template)
         self._graphs = kernels.graphs and not self._caches
         self.trained = frozenset(n for n, p in template.named_parameters() if p.requires_grad)
@@ -235,6 +258,8 @@ class Block:
         """``budget``: see ``JointGraph.keep``; None where nothing is kept, not even what routers pick."""
         joint = traced.joint
         trained = tuple(name for name in weights if name in self.trained)
+        if self._scores is not None:
+            trained += (LOSS, WEIGHT)
 
         def graph_for(tensors: list[torch.Tensor]) -> TensorFunction:
             return self._kernels.once(
@@ -273,10 +298,15 @@ class Block:
     ) -> tuple[torch.Tensor, Kept]:
         hidden = hidden.detach().requires_grad_(with_grad_hidden)
         leaves = {n: w.detach().requires_grad_() for n, w in weights.items() if n in self.trained}
-        again = nullcontext() if given is None else replayed_choices(self._choices, given.buffer)
-        with torch.enable_grad(), placed_dropout(place), again:
+        again = recorded_choices if given is None else partial(replayed_choices, buffer=given.buffer)
+        with torch.enable_grad(), placed_dropout(place), again(self._choices) as picked:
             output = self.run(hidden, {**weights, **leaves}, call)
-        return output, EagerKept(output, hidden, leaves)
+            loss = self._take_router_loss(picked)
+        return output, EagerKept(output, hidden, leaves, loss, self._coefficient)
+
+    def _take_router_loss(self, picked: list[torch.Tensor]) -> torch.Tensor | None:
+        """The load-balancing loss, if any, of the run that has just picked experts, which it did last."""
+        return None if self._scores is None else load_balancing_loss(self._scores.take(), picked[-1])
 
     def _at(self, hidden: torch.Tensor, weights: Weights, call: BlockCall, place: int | None) -> _At | None:
         """The block as a function of tensors; None where how many dropouts it draws depends on values."""
@@ -325,8 +355,14 @@ class Block:
                     leaves.append(data[number])
             with torch.enable_grad(), recorded_choices(self._choices) as made:
                 (output,) = at.run(*data)
+                loss = self._take_router_loss(made)
                 wanted = [*leaves, hidden] if with_grad_hidden else leaves
-                grads = torch.autograd.grad(output, wanted, grad, allow_unused=True)
+                ends, end_grads = [output], [grad]
+                if loss is not None:
+                    *sums, total, weight = sums
+                    ends, end_grads = [output, loss], [grad, self._coefficient * weight]
+                    total.add_(loss.detach() * weight)
+                grads = torch.autograd.grad(ends, wanted, end_grads, allow_unused=True)
             for total, value in zip(sums, grads, strict=False):
                 if value is not None:
                     total.add_(value)
@@ -339,6 +375,8 @@ class Block:
                 sums = [
                     torch.empty(weights[n].shape, device=at.data[0].device) for n in names if n in self.trained
                 ]
+                if self._scores is not None:
+                    sums += [torch.empty((), device=at.data[0].device) for _ in (LOSS, WEIGHT)]
                 inputs = [*data, torch.empty_like(data[0]), *sums]
             try:
                 module = self._kernels.trace_fakes(joint, inputs, fake)

@@ -1,9 +1,9 @@
 """Reads a Hugging Face checkpoint into the host store, tensor by tensor, in several threads.
 
 Peak memory is the store plus, where experts lie one by one and the model stacks them, one expert a thread: what
-else is read is a view of the file. Names that changed between the file and the model are converted by transformers'
-own mapping. A weight that the store keeps quantised is quantised as it comes: the model in working precision never
-exists.
+else is read is a view of the file. Names that changed between the file and the model are converted by the mapping
+of transformers. A weight that the store keeps quantised is quantised as it comes: the model in working precision
+never exists.
 """
 
 from __future__ import annotations

@@ -90,9 +90,19 @@ class LayerFunctions:
         self._tokens_left_whole = min(tokens_left_whole(each, dtype.itemsize) for each in self._templates)
         shared = Kernels(kernels, device, deterministic)
         self._block_kinds = [
-            Block(f"block {i}", template, shared, skeleton.quantized_in(i), skeleton.choices[i])
+            Block(
+                f"block {i}",
+                template,
+                shared,
+                skeleton.quantized_in(i),
+                skeleton.choices[i],
+                skeleton.routers[i] if skeleton.router_loss else None,
+                skeleton.router_loss,
+            )
             for i, template in zip(first_of_kind, self._templates, strict=True)
         ]
+        self.balanced = frozenset(1 + i for i in skeleton.balanced_blocks)
+        """Layers with a load-balancing loss of their router: they add to ``router_loss.LOSS`` among the sums."""
         self.head = HeadLoss(self, shared)
 
         self._state = ShellState(skeleton.returns_tuple)

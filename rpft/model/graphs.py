@@ -205,7 +205,7 @@ class JointGraph:
         self._ends = [*self._grad_hidden, *self._effects]
         used = {s for node in _needed(self._ends, [*self._data, *choices]) for s in node.all_input_nodes}
         self._choices = [node for node in dict.fromkeys(choices) if node in used]
-        self._backward_nodes = _reached_from([self._grad], nodes)
+        self._backward_nodes = _reached_from([self._grad, *self._sums], nodes)
         self._orders: dict[float, list[list[fx.Node]]] = {}
         """What was chosen for a budget: that takes seconds for a block of many products."""
 

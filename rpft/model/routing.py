@@ -110,9 +110,13 @@ def recorded_choices(choices: Choices) -> Iterator[list[torch.Tensor]]:
 
 
 @contextmanager
-def replayed_choices(choices: Choices, buffer: torch.Tensor) -> Iterator[None]:
-    """Routers of this thread pick inside what lies in ``buffer``, uint8, one recorded choice behind the other."""
+def replayed_choices(choices: Choices, buffer: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """Routers of this thread pick inside what lies in ``buffer``, uint8, one recorded choice behind the other.
+
+    Gives the same list as ``recorded_choices``.
+    """
     offset = 0
+    made: list[torch.Tensor] = []
 
     def choose(call: _Call) -> torch.Tensor | None:
         nonlocal offset
@@ -120,10 +124,11 @@ def replayed_choices(choices: Choices, buffer: torch.Tensor) -> Iterator[None]:
             return None
         found = buffer[offset : offset + call.num_bytes].view(call.dtype).view(call.shape)
         offset = align(offset + call.num_bytes, ALIGNMENT_BYTES)
+        made.append(found)
         return found
 
     with _Routing(choose):
-        yield
+        yield made
 
 
 def _is_recorded(choices: Choices, call: _Call) -> bool:

@@ -17,6 +17,7 @@ from torch import nn
 from rpft.errors import UserError
 from rpft.model.quant import PackedWeight
 from rpft.model.refuse import refuse_encoder, refuse_settings, refuse_side_inputs
+from rpft.model.router_loss import Router, find_router
 from rpft.model.routing import PROBE_TOKENS, Choices, find_choices
 
 logger = logging.getLogger(__name__)
@@ -106,6 +107,10 @@ class Skeleton:
     """Frozen weights of the blocks that are stored in fewer bits, by full name."""
     choices: tuple[Choices, ...] = ()
     """For each block what its routers pick."""
+    routers: tuple[Router | None, ...] = ()
+    """For each block its router, where it is known."""
+    router_loss: float = 0.0
+    """Coefficient of the load-balancing loss of routers; 0: none."""
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -123,6 +128,11 @@ class Skeleton:
     @property
     def num_blocks(self) -> int:
         return len(self.blocks)
+
+    @property
+    def balanced_blocks(self) -> list[int]:
+        """Blocks whose routers have a load-balancing loss."""
+        return [i for i, router in enumerate(self.routers) if router is not None and self.router_loss]
 
     def quantized_in(self, block: int) -> dict[str, PackedWeight]:
         """The quantised weights of a block, by their names in it."""
@@ -278,6 +288,8 @@ def cut(model: Any) -> Skeleton:
             raise UserError(f"{name} is not supported: modules with parameters {problem}: {', '.join(paths)}")
     skeleton = Skeleton(model, blocks_path, returns_tuple, before, after, state_names=tuple(model.state_dict()))
     skeleton.choices = _choices(skeleton, seen)
+    found = zip(blocks, skeleton.choices, strict=True)  # type: ignore[call-overload]
+    skeleton.routers = tuple(find_router(model, block) if picks else None for block, picks in found)
     tensors = [*model.named_parameters(remove_duplicate=False), *persistent_buffers(model)]
     for tensor_name, tensor in tensors:
         skeleton.checkpoint_names.setdefault(id(tensor), tensor_name)

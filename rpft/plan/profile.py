@@ -19,6 +19,7 @@ from rpft.model.blocks import Kept
 from rpft.model.functions import DeviceBatch, LayerFunctions
 from rpft.model.layout import LayerLayout
 from rpft.model.packed_attention import row_starts
+from rpft.model.router_loss import LOSS, WEIGHT
 
 _TIMED_RUNS = 5
 _MOST_TIMED_RUNS = 200
@@ -175,6 +176,8 @@ def _measure_layer(
     weights = {b.name: b.view_in(buffer, b.byte_offset).data for b in layout.bindings}
     sums = {b.name: torch.zeros(b.shape, device=device) for b in layout.bindings if b.grad_offset is not None}
     trained = frozenset(sums)
+    if layer in functions.balanced:
+        sums |= {name: torch.zeros((), device=device) for name in (LOSS, WEIGHT)}
     grad = torch.empty_like(hidden).normal_(0, 1e-3)  # equal numbers draw less power, and take less time
     if layer == functions.num_blocks + 1:
 

@@ -311,6 +311,13 @@ class Train(Section):
         description="Gradients are scaled down to this global norm. null or 0: no clipping, and a layer can "
         "be updated as soon as its gradient is there.",
     )
+    router_aux_loss: Annotated[
+        Annotated[float, Field(ge=0)] | Literal["model"], Expected("a number >= 0, or model")
+    ] = Field(
+        default=0.0,
+        description="Coefficient of the load-balancing loss of mixtures of experts: its gradient is added, its "
+        "value is logged apart from the loss. model: router_aux_loss_coef of the model's config. 0: none.",
+    )
     seed: int = Field(
         default=42,
         ge=0,

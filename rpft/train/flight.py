@@ -55,4 +55,5 @@ class Flight:
             host_rss_bytes=psutil.Process().memory_info().rss,
             devices=[{"name": device.name, "peak_bytes": device.peak_bytes()} for device in devices],
             optimizer_seconds=result.update_seconds,
+            router_aux_loss=result.router_aux_loss,
         )

@@ -18,6 +18,7 @@ from rpft.model.layout import LayerLayout
 from rpft.model.moments import StateFormat
 from rpft.model.positions import can_be_scaled, scale_positions
 from rpft.model.quant_choice import quantize_base
+from rpft.model.router_loss import chosen_coefficient
 from rpft.model.skeleton import Skeleton, build_model, cut, has_dropout
 from rpft.model.verify import verify_packing
 from rpft.plan.bill import ModelShape, Workload
@@ -139,7 +140,7 @@ class Job:
         UserError where the change contradicts something else.
         """
         base = Job(**self.parts())
-        if (recipe.model, recipe.adapter) != (self.recipe.model, self.recipe.adapter):
+        if _model_keys(recipe) != _model_keys(self.recipe):
             base = replace(base, **model_parts(recipe, self.config, self.checkpoint))
         data = replace(self.data, micro_batch_size=recipe.train.microbatch_rows)
         if longest is not None:
@@ -262,10 +263,16 @@ def made_for(skeleton: Skeleton) -> dict[str, Any]:
     }
 
 
+def _model_keys(recipe: Recipe) -> tuple[Any, ...]:
+    """What of a recipe decides ``model_parts``, beside packing."""
+    return recipe.model, recipe.adapter, recipe.train.router_aux_loss
+
+
 def model_parts(recipe: Recipe, config: Any, checkpoint: Checkpoint) -> dict[str, Any]:
     """Those fields of a Job that model and adapter decide."""
     dtype = getattr(torch, recipe.model.dtype)
     skeleton = cut(build_model(copy.deepcopy(config), dtype, recipe.model.attention))  # building changes it
+    skeleton.router_loss = chosen_coefficient(recipe.train.router_aux_loss, skeleton.model.config)
     if recipe.data.packing:
         verify_packing(skeleton, dtype)
     peft_model = None

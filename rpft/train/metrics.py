@@ -36,6 +36,8 @@ class StepRecord:
     """[{name, peak_bytes}], one a worker."""
     optimizer_seconds: float = 0.0
     """From the arrival of the step's last gradient to the last layer's update."""
+    router_aux_loss: float | None = None
+    """Load-balancing loss of the routers, without its coefficient and no part of ``loss``; no key where None."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,10 @@ class MetricsFile:
 
     def append(self, record: StepRecord | EvalRecord | PlanRecord | RewindRecord) -> None:
         """Writes one line at once. A number that JSON lacks (a skipped step's loss) becomes null."""
-        line = json.dumps({key: _finite(value) for key, value in asdict(record).items()}, allow_nan=False)
+        values = {key: _finite(value) for key, value in asdict(record).items()}
+        if values.get("router_aux_loss", ...) is None:
+            del values["router_aux_loss"]
+        line = json.dumps(values, allow_nan=False)
         with self._lock:
             self._waiting.append(line + "\n")
             with suppress(OSError):  # it stays waiting, and ``sync`` will say what is wrong

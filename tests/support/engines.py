@@ -146,7 +146,7 @@ def run_engine(
     state: StateFormat = "fp32",
     quantize: QuantKind | None = None,
     frozen_in: Path | None = None,
-    moments_in: Path | None = None,
+    router_loss: float = 0.0,
 ) -> Outcome:
     """Trains the checkpoint in ``folder`` for ``steps`` steps; raises the engine's fault, if any.
 
@@ -154,6 +154,7 @@ def run_engine(
     """
     config = read_config(folder)
     skeleton = cut(build_model(config, dtype, "auto"))
+    skeleton.router_loss = router_loss
     if lora is not None:
         inject_lora(skeleton, lora, str(folder))
     checkpoint = Checkpoint(folder)

@@ -37,10 +37,12 @@ def plain_loop(
     dtype: torch.dtype = torch.float32,
     delayed: bool = False,
     change: Callable[[Any], Any] = lambda model: model,
+    router_loss: Callable[[Any, Any], torch.Tensor] | None = None,
 ) -> PlainOutcome:
     """Trains the model in ``folder``; ``delayed`` applies each gradient after the next step's is known.
 
     ``change`` makes of that model the one that is trained, of which frozen parameters stay as they are.
+    ``router_loss``: of (what the model gives, the microbatch), a sum that is trained too and not part of the loss.
     """
     model = change(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)).eval()  # eval: no dropout
     working = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -69,9 +71,13 @@ def plain_loop(
         sums = {name: torch.zeros_like(master) for name, master in masters.items()}
         loss_sum = 0.0
         for batch in batches:
-            logits = model(input_ids=batch.input_ids).logits.flatten(0, 1)[batch.trained_at]
+            routers = {} if router_loss is None else {"output_router_logits": True}
+            output = model(input_ids=batch.input_ids, **routers)
+            logits = output.logits.flatten(0, 1)[batch.trained_at]
             loss = F.cross_entropy(logits.float(), batch.targets, reduction="sum")
             loss_sum += loss.item()
+            if router_loss is not None:
+                loss = loss + router_loss(output, batch)
             for name, grad in zip(sums, torch.autograd.grad(loss, list(working.values())), strict=True):
                 sums[name] += grad
         loss_sums.append(loss_sum)

@@ -236,7 +236,7 @@ RULES: dict[str, Rule] = {
     "default_system": lost("rows are not changed; write it into them, or into a template file"),
     "train_from_scratch": lost("a run starts from a checkpoint"),
     "shift_attn": lost("attention is the model's own"),
-    "moe_aux_loss_coef": lost("the loss is plain cross-entropy"),
+    "moe_aux_loss_coef": to("train.router_aux_loss"),
     "use_dft_loss": lost("the loss is plain cross-entropy"),
     "use_muon": lost("adamw is what there is; choose its learning rate"),
     "use_adam_mini": lost("adamw is what there is; its moments lie in RAM"),
