@@ -10,7 +10,7 @@ import torch
 
 from rpft.engine.slot import HostBatch, Slot, SlotKind, Task
 from rpft.engine.streams import Stream
-from rpft.model.blocks import Kept, Weights
+from rpft.model.block_backward import Kept, Weights
 from rpft.model.functions import DeviceBatch, LayerFunctions
 from rpft.model.kept import FromForward
 from rpft.model.layout import Binding, LayerLayout

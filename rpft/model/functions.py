@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from rpft.model.blocks import Block, BlockCall, EagerKept, Kept, Weights
+from rpft.model.block_backward import EagerKept, Kept, Weights
+from rpft.model.blocks import Block, BlockCall
 from rpft.model.dropout import mix, placed_dropout
 from rpft.model.graphs import KernelKind, Kernels
 from rpft.model.head import HeadLoss

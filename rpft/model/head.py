@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from rpft.model.blocks import Weights
+from rpft.model.block_backward import Weights
 from rpft.model.dropout import mix, placed_dropout
 from rpft.model.graphs import KernelKind, Kernels
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rpft.model.blocks import Kept
+from rpft.model.block_backward import Kept
 from rpft.model.functions import DeviceBatch, LayerFunctions
 from rpft.model.layout import LayerLayout
 from rpft.model.packed_attention import row_starts
