@@ -302,6 +302,12 @@ def _choices(skeleton: Skeleton, calls: list[tuple[torch.Tensor, Any, Any]]) -> 
     for kind, block, (hidden, args, kwargs) in zip(kinds, skeleton.blocks, calls, strict=True):
         if kind not in known:
             known[kind] = find_choices(block, hidden.detach(), args, kwargs)
+            if not known[kind] and any(p.dim() == 3 and min(p.shape[:2]) > 1 for p in block.parameters()):
+                logger.warning(
+                    "%s: how a block chooses its experts was not seen; a recompute that rounds otherwise may"
+                    " choose others",
+                    type(skeleton.model).__name__,
+                )
     return tuple(known[kind] for kind in kinds)
 
 

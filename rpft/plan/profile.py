@@ -189,6 +189,8 @@ def _measure_layer(
     given = None if layer == 0 else hidden
 
     def forward() -> object:
+        if given is not None and layout.choices:  # as in training, whose graph is another than that of evaluations
+            return functions.forward_keeping(layer, given, weights, batch, key, True, 0)
         return functions.forward(layer, given, weights, batch, key)
 
     def keep(with_output: bool = True) -> tuple[torch.Tensor | None, Kept]:

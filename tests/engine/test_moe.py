@@ -13,6 +13,8 @@ from support.models import tiny_model
 from rpft.model.functions import LayerFunctions
 from rpft.model.skeleton import cut
 from rpft.optim.adamw import AdamW
+from rpft.plan.bill import ModelShape, Workload, make_bill
+from rpft.plan.sizes import RESULTS_IN_FLIGHT
 
 PLAN = plan_of([(0, 1), (2, 3)], [(4, 5), (2, 3), (0, 1)], 2, "stage")
 
@@ -82,3 +84,22 @@ def test_a_recompute_that_rounds_otherwise_sends_no_token_to_another_expert(
     monkeypatch.setattr(LayerFunctions, "keep", with_noise)
     error = float((gradients() - expected).norm() / expected.norm())
     assert error < 0.02 if saved else error > 0.5
+
+
+@pytest.mark.parametrize("grain", ["stage", "layer"])
+def test_the_bill_counts_what_travels_of_choices(grain, checkpoint):
+    plan, pools = ONLY_THE_HEAD_AT_ONCE[grain], []
+    outcome = run_engine(
+        checkpoint("deepseek_v3"), plan, 2, before_run=lambda e, o: pools.append(e._controller._kept)
+    )
+    layouts = [layer.layout for layer in outcome.store.layers]
+    work = Workload(ModelShape(64, 96, 320, 4), max_tokens=24, accumulation=4, delayed=False)
+    bill = make_bill(plan, layouts, work)
+    (pool,) = pools
+    assert pool.num_buffers == 3 * plan.num_microbatches, "the first block of this model has no experts"
+    assert bill.host_parts["kept for the backward"] == pool.num_buffers * pool._num_bytes
+    # Two blocks of a stage with three choices each, of 256 bytes at least.
+    at_once, sent = (2, 2) if grain == "stage" else (1, 2)
+    assert bill.device_parts["choices of routers"] == (at_once + RESULTS_IN_FLIGHT * sent) * 3 * 256
+    dense = [replace(layout, choices=()) for layout in layouts]
+    assert make_bill(plan, dense, work).host_parts["kept for the backward"] == 0

@@ -36,7 +36,10 @@ def batches_of(step):
 
 def balance(output, batch, into=None):
     """The mean over layers of transformers' loss of each layer, times the microbatch's trained tokens."""
-    layers = [load_balancing_loss_func((scores,), scores.shape[-1], 2) for scores in output.router_logits]
+    layers = [
+        torch.as_tensor(load_balancing_loss_func((scores,), scores.shape[-1], 2))
+        for scores in output.router_logits
+    ]
     loss = batch.targets.numel() * torch.stack(layers).mean()
     if into is not None:
         into.append(loss.item())

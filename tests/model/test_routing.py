@@ -55,6 +55,18 @@ def test_a_model_without_experts_picks_nothing_and_many_experts_take_two_bytes(t
     assert set(skeleton_of(tmp_path / "many").choices) == {(4,)}
 
 
+def test_experts_whose_choice_is_not_seen_are_said_to_be_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for family in ("qwen3_moe", "qwen3_next"):
+        tiny_checkpoint(tmp_path / family, family)
+        skeleton_of(tmp_path / family)
+    assert "was not seen" not in caplog.text
+    monkeypatch.setattr("torch.topk", lambda values, k, dim=-1: values.sort(dim=dim, descending=True))
+    assert set(skeleton_of(tmp_path / "qwen3_moe").choices) == {()}
+    assert "Qwen3MoeForCausalLM: how a block chooses its experts was not seen" in caplog.text
+
+
 def random_hidden(seed: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(ROWS, SEQUENCE, HIDDEN, generator=torch.Generator().manual_seed(seed)).to(dtype)
 

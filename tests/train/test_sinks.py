@@ -8,6 +8,7 @@ import threading
 import types
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import ClassVar
 
@@ -59,6 +60,8 @@ def test_the_figures_of_a_step_are_its_numbers_and_those_that_are_not_finite_are
     assert figures["peak_bytes/cuda:0"] == 7.0
     assert figures["optimizer_seconds"] == 0.25
     assert "loss" not in figures_of(record(3, loss=math.nan))
+    assert "router_aux_loss" not in figures
+    assert figures_of(replace(record(3), router_aux_loss=2.5))["router_aux_loss"] == 2.5
 
 
 def test_a_sink_that_fails_is_said_once_and_left_out_and_the_others_go_on(caplog):

@@ -174,6 +174,8 @@ def figures_of(record: StepRecord) -> dict[str, float]:
         "skipped_steps",
         "host_rss_bytes",
     ]
+    if record.router_aux_loss is not None:
+        names.append("router_aux_loss")
     figures = {name: float(getattr(record, name)) for name in names}
     return finite(figures | {f"peak_bytes/{d['name']}": float(d["peak_bytes"]) for d in record.devices})
 
