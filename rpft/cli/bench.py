@@ -1,46 +1,27 @@
-"""`rpft bench`: how fast a recipe is on this machine, and schedules held against one another in the simulator."""
+"""`rpft bench`: how fast a recipe is on this machine, alone and beside other programs; or schedules, simulated."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperCommand
 
+from rpft.cli.bench_schedules import DEFAULT_MODEL, refuse, simulate_schedules
 from rpft.cli.output import check_output, write_output
 from rpft.errors import EXIT_BAD_INPUT, UserError
+from rpft.peers import PEERS
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from rpft.plan.cases import Played
-    from rpft.plan.compare import Compared
     from rpft.train.bench import Measured
-    from rpft.train.bench_workers import Failed
-
-_COLUMNS = {
-    "gpipe": "GPipe",
-    "one_f_one_b": "1F1B",
-    "interleaved_1f1b": "1F1B,\ninter-\nleaved",
-    "looped_bfs": "looped,\nbreadth\nfirst",
-    "round_pipe_sync": "Round-\nPipe,\nexact",
-    "round_pipe_async": "Round-\nPipe,\ndelayed",
-}
-
-_NAMES = {
-    "gpipe": "GPipe",
-    "one_f_one_b": "1F1B",
-    "interleaved_1f1b": "interleaved 1F1B",
-    "looped_bfs": "looped breadth-first",
-    "mobius": "swapped, as Mobius",
-    "round_pipe_sync": "RoundPipe, exact",
-    "round_pipe_async": "RoundPipe, delayed",
-    "rpft_sync": "rpft, exact",
-    "rpft_delayed": "rpft, delayed",
-}
-
-_DEFAULT_MODEL = "qwen3-32b"
+    from rpft.train.bench_peers import PeerOutcome
+    from rpft.train.bench_workers import Comparison, Failed
 
 _STEPS = 4
 """Of a window: as many as the prediction takes its mean from."""
@@ -48,6 +29,8 @@ _STEPS = 4
 
 PRINTED = "-"
 """The file of ``--json`` that stands for standard output."""
+
+_ALL = "all"
 
 
 class BenchCommand(TyperCommand):
@@ -79,6 +62,27 @@ def bench(
     steps: Annotated[
         int | None, typer.Option("--steps", min=2, help=f"Steps of a window beside its first [{_STEPS}].")
     ] = None,
+    peers: Annotated[
+        str | None,
+        typer.Option(
+            "--peers",
+            metavar="all|NAME[,NAME]...",
+            help=f"Programs that do the same work, each in its own process: {', '.join(PEERS)}.",
+        ),
+    ] = None,
+    losses: Annotated[
+        int | None,
+        typer.Option("--losses", min=1, help="With --peers: first steps whose losses are compared [8]."),
+    ] = None,
+    peer_logs: Annotated[
+        Path | None,
+        typer.Option(
+            "--peer-logs", metavar="FOLDER", help="With --peers: keep their work and what they print here."
+        ),
+    ] = None,
+    chart: Annotated[
+        Path | None, typer.Option("--chart", metavar="FILE.svg", help="A picture of speeds and losses.")
+    ] = None,
     simulate: Annotated[
         str | None,
         typer.Option(
@@ -93,7 +97,7 @@ def bench(
         typer.Option(
             "--model",
             metavar="NAME|FOLDER|RECIPE",
-            help=f"On a machine: a shipped shape ({_DEFAULT_MODEL} if left out), a folder with a config.json, or a"
+            help=f"On a machine: a shipped shape ({DEFAULT_MODEL} if left out), a folder with a config.json, or a"
             " recipe, which brings its own microbatches.",
         ),
     ] = None,
@@ -109,14 +113,18 @@ def bench(
 ) -> None:
     """Time the run of RECIPE on 1 to all workers, against its prediction; or, with --simulate, play schedules.
 
-    A run is timed over windows of its first steps, from rest to rest. No file is written but that of --json, and
-    the profile of the layers in the cache. Exit code: 0, or 2 where no number of workers could be measured.
+    A run is timed over windows of its first steps, from rest to rest. Only files that were asked for are written,
+    and the profile of the layers in the cache. Exit code: 0, or 2 where no number of workers could be measured.
 
     Examples:
 
         rpft bench recipe.yaml --workers 1,2 --json bench.json
 
         rpft bench recipe.yaml engine.vram_limit=24GiB
+
+        rpft bench recipe.yaml --peers all --chart bench.svg
+
+        rpft bench recipe.yaml --peers roof,fsdp2 --workers 2
 
         rpft bench --simulate costs.json
 
@@ -126,35 +134,62 @@ def bench(
     """
     sizes = {"--sequence": sequence, "--rows": rows, "--microbatches": microbatches}
     of_schedules = {"--model": model, **sizes}
-    of_runs = {"RECIPE": recipe, "--workers": workers, "--steps": steps}
+    of_peers = {"--losses": losses, "--peer-logs": peer_logs}
+    of_runs = {"RECIPE": recipe, "--workers": workers, "--steps": steps, "--peers": peers, "--chart": chart}
     if simulate is not None:
-        _refuse(of_runs, "cannot be had with --simulate, which runs nothing")
-        _simulate(simulate, model, sizes, json_file)
+        refuse({**of_runs, **of_peers}, "cannot be had with --simulate, which runs nothing")
+        simulate_schedules(simulate, model, sizes, json_file is not None, json_file not in (None, PRINTED))
     elif recipe is None:
         raise UserError(
             "give a recipe, whose run is timed here, or --simulate with a costs file or a machine, as in"
             " `rpft bench --simulate 8x4090`"
         )
     else:
-        _refuse(of_schedules, "can be had with --simulate only: a recipe says it itself")
-        _run(recipe, overrides or [], workers, steps or _STEPS, json_file)
+        refuse(of_schedules, "can be had with --simulate only: a recipe says it itself")
+        if peers is None:
+            refuse(of_peers, "can be had with --peers only")
+        compared = None if peers is None else Compared(_names(peers), losses, peer_logs)
+        _run(recipe, overrides or [], workers, steps or _STEPS, Outputs(json_file, chart), compared)
 
 
-def _refuse(options: dict[str, Any], why: str) -> None:
-    given = [name for name, value in options.items() if value is not None]
-    if given:
-        raise UserError(f"{' and '.join(given)} {why}")
+class Outputs(NamedTuple):
+    """What is left of a bench beside its tables."""
+
+    json: str | None
+    chart: Path | None
 
 
-def _run(path: Path, overrides: list[str], workers: str | None, steps: int, json_file: str | None) -> None:
+class Compared(NamedTuple):
+    """What ``--peers`` and its company say."""
+
+    peers: list[str]
+    losses: int | None
+    logs: Path | None
+
+
+def _names(text: str) -> list[str]:
+    if text == _ALL:
+        return list(PEERS)
+    names = list(dict.fromkeys(word.strip() for word in text.split(",")))
+    unknown = [name for name in names if name not in PEERS]
+    if unknown:
+        raise UserError(f"--peers {text}: there is no {unknown[0]!r}; there are {', '.join(PEERS)}, or {_ALL}")
+    return names
+
+
+def _run(
+    path: Path, overrides: list[str], workers: str | None, steps: int, outputs: Outputs, compared: Compared | None
+) -> None:
     from rpft.recipe.load import load_recipe
 
+    json_file = outputs.json
     file = None if json_file in (None, PRINTED) else Path(json_file)
     check_output("--json", file)
+    check_output("--chart", outputs.chart)
     counts = None if workers is None else _counts(workers)
     recipe = load_recipe(path, overrides)
     from rpft.cli.train import set_up_process
-    from rpft.train import bench_workers
+    from rpft.train import bench_report, bench_workers
 
     def say(line: str) -> None:
         typer.echo(line, err=True)
@@ -164,18 +199,42 @@ def _run(path: Path, overrides: list[str], workers: str | None, steps: int, json
     if busy is not None:
         say(f"warning: {busy}")
     counts = bench_workers.default_workers(recipe) if counts is None else counts
-    results = bench_workers.bench(recipe, counts, steps, set_up_process, say)
+    with _comparison(compared) as comparison:
+        results, peers = bench_workers.bench(recipe, counts, steps, set_up_process, say, comparison)
     if json_file is not None:
         about = {"recipe": str(path), "overrides": overrides, "steps": steps, "load_average": load}
-        text = bench_workers.as_json(about, results)
+        text = bench_report.as_json(about, results, peers)
         if file is None:
             typer.echo(text)
         else:
             write_output("--json", file, text + "\n")
     if json_file != PRINTED:
         _show(recipe.model.path, results, steps)
+        if compared is not None:
+            _show_peers(results, peers)
+    if outputs.chart is not None:
+        from rpft.console.bench_chart import bench_chart
+
+        write_output("--chart", outputs.chart, bench_chart(f"{recipe.model.path}: rpft bench", results, peers))
     if all(isinstance(result, bench_workers.Failed) for result in results):
         raise typer.Exit(EXIT_BAD_INPUT)
+
+
+@contextmanager
+def _comparison(compared: Compared | None) -> Iterator[Comparison | None]:
+    """What the bench is told of peers; their folder is gone afterwards, unless it was asked for."""
+    if compared is None:
+        yield None
+        return
+    from rpft.train.bench_peers import LOSSES
+    from rpft.train.bench_workers import Comparison
+
+    count = compared.losses or LOSSES
+    if compared.logs is not None:
+        yield Comparison(compared.peers, compared.logs, count)
+        return
+    with TemporaryDirectory(prefix="rpft-bench-") as folder:
+        yield Comparison(compared.peers, Path(folder), count)
 
 
 def _counts(text: str) -> list[int]:
@@ -188,21 +247,17 @@ def _counts(text: str) -> list[int]:
 
 
 def _show(model: str, results: list[Measured | Failed], steps: int) -> None:
-    from rich.box import SIMPLE
     from rich.console import Console
-    from rich.table import Table
 
     from rpft.train.bench import WINDOWS, Measured
-    from rpft.train.bench_workers import Failed, table
+    from rpft.train.bench_report import table
+    from rpft.train.bench_workers import Failed
 
     console = Console(highlight=False)
-    heading, *rows = table(results)
-    if len(heading) > 1:
+    rows = table(results)
+    if len(rows[0]) > 1:
         console.print(f"{model}: median (least to most) of {WINDOWS} windows of 1 + {steps} steps", soft_wrap=True)
-        shown = Table(*heading, box=SIMPLE, padding=(0, 1, 0, 0))
-        for row in rows:
-            shown.add_row(*row)
-        console.print(shown)
+        console.print(_table(rows))
     for result in results:
         if isinstance(result, Failed):
             console.print(f"{result.workers} worker(s): {result.reason}", soft_wrap=True, markup=False)
@@ -215,133 +270,34 @@ def _show(model: str, results: list[Measured | Failed], steps: int) -> None:
         console.print("workers on the CPU: of VRAM only buffers of fixed size are counted, the bill has all")
 
 
-def _simulate(simulate: str, model: str | None, sizes: dict[str, int | None], json_file: str | None) -> None:
-    if json_file not in (None, PRINTED):
-        raise UserError("--json takes a file with a recipe only; with --simulate it stands alone and prints")
-    as_json = json_file is not None
-    if Path(simulate).suffix == ".json" or (Path(simulate).is_file() and not _is_machine(simulate)):
-        _refuse(
-            {"--model": model, **sizes},
-            f"cannot be had with the costs file {simulate}, which says what layers take;"
-            " --simulate MACHINE prices a model, as in --simulate 8x4090",
-        )
-        _play_costs(Path(simulate), as_json)
-    else:
-        _play_machine(simulate, model or _DEFAULT_MODEL, sizes, as_json)
-
-
-def _is_machine(name: str) -> bool:
-    from rpft.plan.machine import machine_names
-
-    return name in machine_names() or Path(name).suffix in (".yaml", ".yml")
-
-
-def _play_costs(path: Path, as_json: bool) -> None:
-    from rpft.plan.cases import play, read_cases
-
-    played = {name: play(case) for name, case in read_cases(path).items()}
-    if as_json:
-        import dataclasses
-        import json
-
-        cases = {name: dataclasses.asdict(result) for name, result in played.items()}
-        typer.echo(json.dumps({"cases": cases}, indent=1))
-        return
+def _show_peers(results: list[Measured | Failed], peers: list[PeerOutcome]) -> None:
     from rich.console import Console
 
-    Console().print(_table(played))
-
-
-def _table(played: dict[str, Played]) -> Table:
-    from rich.table import Table
-
-    table = Table(title="milliseconds a step, and how much of the workers' time is idle")
-    table.add_column("case", no_wrap=True)
-    for title in _COLUMNS.values():
-        table.add_column(title, justify="right")
-    for name, result in played.items():
-        cells = (f"{result.makespan_ms[key]:,.0f}\n{result.bubble_percent[key]:.1f}%" for key in _COLUMNS)
-        table.add_row(name, *cells)
-    return table
-
-
-def _play_machine(name: str, model: str, sizes: dict[str, int | None], as_json: bool) -> None:
-    from rpft.plan.compare import Workbook, compare, workbook
-    from rpft.plan.machine import read_machine
-
-    try:
-        machine = read_machine(name)
-    except UserError as error:
-        if Path(name).suffix:
-            raise
-        raise UserError(f"--simulate {name}: there is no such costs file, and {error}") from None
-    work: Workbook
-    if Path(model).suffix in (".yaml", ".yml"):
-        given = [option for option, value in sizes.items() if value is not None]
-        if given:
-            raise UserError(
-                f"{' and '.join(given)} cannot be had with the recipe {model}, which says it itself:"
-                " data.max_seq_len, train.micro_batch_size, train.gradient_accumulation_steps"
-            )
-        from rpft.recipe.load import load_recipe
-        from rpft.train.planning import workbook_of
-
-        work = workbook_of(load_recipe(Path(model), []))
-    else:
-        work = workbook(model, sizes["--sequence"] or 2048, sizes["--rows"] or 4, sizes["--microbatches"] or 16)
-    found = compare(machine, work)
-    if as_json:
-        import dataclasses
-        import json
-
-        about: dict[str, Any] = {
-            "machine": name,
-            "model": model,
-            "workers": machine.num_workers,
-            "microbatches": work.work.accumulation,
-            "tokens_per_step": work.work.accumulation * work.work.max_tokens,
-        }
-        schedules = {schedule: dataclasses.asdict(result) for schedule, result in found.items()}
-        typer.echo(json.dumps({**about, "schedules": schedules}, indent=1))
-        return
-    from rich.console import Console
+    from rpft.train.bench_report import failures, loss_table, peer_table
 
     console = Console(highlight=False)
-    console.print(
-        f"{model} on {name}, a step of {work.work.accumulation} microbatches of"
-        f" {work.work.max_tokens:,} tokens; layers as datasheets let expect",
-        soft_wrap=True,
-    )
-    console.print(_compared(found))
-    for line in (
-        "All but rpft on paper: compute, hops of hidden states and, where weights move, their upload; no"
-        " optimizer. Held are weights and gradients; activations and the optimizer's state come on top.",
-        "rpft as it runs: with every transfer and the optimizer, and all that a GPU holds; it fits where the state"
-        f" fits in RAM too. `rpft plan RECIPE --machine {name}` says more.",
-    ):
-        console.print(line)
+    rows = peer_table(results, peers)
+    if len(rows) > 1:
+        console.print(
+            "the same work by other programs, here; roof: forward, recompute and backward in plain PyTorch",
+            soft_wrap=True,
+        )
+        console.print(_table(rows))
+    for line in failures(peers):
+        console.print(line, soft_wrap=True, markup=False)
+    losses = loss_table(results, peers)
+    if losses:
+        console.print(
+            "loss of each step, of whom on how many workers; all from the same first weights", soft_wrap=True
+        )
+        console.print(_table(losses))
 
 
-def _compared(found: dict[str, Compared]) -> Table:
+def _table(rows: list[list[str]]) -> Table:
     from rich.box import SIMPLE
     from rich.table import Table
 
-    from rpft.draw.figures import duration
-    from rpft.plan.bill import gib
-
-    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
-    table.add_column("schedule", no_wrap=True)
-    for title in ("stages", "step", "tokens/s", "bubble", "holds"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("fits", no_wrap=True)
-    for name, one in found.items():
-        table.add_row(
-            _NAMES[name],
-            str(one.stages),
-            duration(one.step_seconds),
-            f"{one.tokens_per_second:,.0f}",
-            f"{one.bubble_percent:.1f}%",
-            gib(one.held_bytes),
-            "yes" if one.fits else "[bold red]no[/]",
-        )
-    return table
+    shown = Table(*rows[0], box=SIMPLE, padding=(0, 1, 0, 0))
+    for row in rows[1:]:
+        shown.add_row(*row)
+    return shown

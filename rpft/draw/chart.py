@@ -12,7 +12,8 @@ from typing import Literal
 from rpft.draw.figures import short
 from rpft.draw.scale import Point, Scale, fitting, middle_line, thinned
 
-_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 640, 236, 54, 10, 36
+WIDTH, HEIGHT = 640, 236
+_LEFT, _TOP, _BOTTOM = 54, 10, 36
 _CHARACTER, _BOLD, _LINE = 6.5, 7.6, 13
 _LONGEST_LABEL = 24
 _STRIPS = 120
@@ -97,13 +98,36 @@ def stroke_key(style: int, name: str) -> str:
 
 def draw(chart: Chart, right: float) -> str:
     """``chart`` as an HTML figure; ``right``: see ``label_width``."""
+    drawn = drawing(chart, right)
+    small = f" <small>{escape(drawn.note)}</small>" if drawn.note else ""
+    return "\n".join(
+        [
+            f"<figure class='chart'><figcaption>{escape(chart.title)}{small}</figcaption>",
+            "<div class='scroll' tabindex='-1'>",
+            f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' role='img' aria-label='{escape(drawn.in_words)}'>",
+            *drawn.body,
+            "</svg></div></figure>",
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A chart as elements of SVG, WIDTH x HEIGHT, and what stands beside its title."""
+
+    body: list[str]
+    note: str
+    in_words: str
+
+
+def drawing(chart: Chart, right: float) -> Drawing:
+    """What ``draw`` shows; ``right``: see ``label_width``."""
     lines = [line for line in chart.lines if line.points]
     values = [y for line in lines for _, y in line.points]
     values += [value for _, value in chart.references if values and value <= _NEAR * max(values)]
     frame = _Frame(chart, lines, fitting(values, chart.log, chart.zero), right)
     beyond = [point for line in lines for point in line.points if not frame.y_scale.holds(point[1])]
     note = ", ".join(part for part in (chart.unit, "log" if chart.log else "", _beyond(chart, beyond)) if part)
-    small = f" <small>{escape(note)}</small>" if note else ""
     body = [
         *frame.axes(),
         *frame.references(),
@@ -113,15 +137,7 @@ def draw(chart: Chart, right: float) -> str:
         *frame.names(),
         *frame.tips(),
     ]
-    return "\n".join(
-        [
-            f"<figure class='chart'><figcaption>{escape(chart.title)}{small}</figcaption>",
-            "<div class='scroll' tabindex='-1'>",
-            f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role='img' aria-label='{escape(_in_words(chart, lines))}'>",
-            *body,
-            "</svg></div></figure>",
-        ]
-    )
+    return Drawing(body, note, _in_words(chart, lines))
 
 
 def _named(chart: Chart, line: Line) -> str:
@@ -152,7 +168,7 @@ class _Frame:
 
     def __init__(self, chart: Chart, lines: Sequence[Line], y_scale: Scale, right: float) -> None:
         self.chart, self.lines, self.y_scale = chart, lines, y_scale
-        self.right, self.bottom = _WIDTH - right, _HEIGHT - _BOTTOM
+        self.right, self.bottom = WIDTH - right, HEIGHT - _BOTTOM
         xs = [x for line in lines for x in (line.points[0][0], line.points[-1][0])] or [0.0, 1.0]
         low, high = min(xs), max(xs)
         self.x_scale = Scale(low, high) if high > low else Scale(low - 0.5, high + 0.5)

@@ -11,12 +11,17 @@ from rpft.draw.timeline import LABEL_WIDTHS
 PARTS = ("#0072b2", "#e69f00", "#009e73", "#56b4e9", "#d55e00", "#cc79a7", "#5c6670", "#8f7fd6")
 """Fills of the parts of a whole, in order: the colour-blind can tell neighbours apart."""
 
-_STYLE = """
+COLOURS = """
 :root { color-scheme: light dark; --bg: #f6f7f8; --card: #fff; --ink: #1c2126; --soft: #57606a; --line: #d5dae0;
   --idle: #e7ebef; --good: #0a6b3d; --bad: #b3261e; --hatch: #0006; }
 @media (prefers-color-scheme: dark) { :root { --bg: #121518; --card: #1b1f24; --ink: #e6e9ec; --soft: #a5afba;
   --line: #383f47; --idle: #2b3138; --good: #5fd39a; --bad: #ff9a90; --hatch: #fff7; } }
-* { box-sizing: border-box; }
+"""
+"""What all that is drawn takes its colours from, light and dark."""
+
+_STYLE = (
+    COLOURS
+    + """* { box-sizing: border-box; }
 body { font: 15px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; color: var(--ink);
   background: var(--bg);
   margin: 0 auto; padding: 1.2rem 1.2rem 3rem; max-width: 84rem; }
@@ -74,6 +79,7 @@ code { font-size: .92em; }
   .tall { max-height: none; } .scroll { overflow: visible; } img.trace { min-width: 0; } .screen { display: none; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } thead th { position: static; } }
 """
+)
 
 _TIMELINE_STYLE = """
 .timeline { display: flex; } .timeline svg { display: block; font-size: 11.5px; overflow: hidden; }

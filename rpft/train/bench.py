@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import psutil
@@ -27,7 +29,7 @@ from rpft.train.saver import Saver
 
 WINDOWS = 5
 
-_RATE = 1e-9
+TIMED_RATE = 1e-9
 """Of learning: the weights stay what they are, whatever is repeated."""
 
 
@@ -62,6 +64,10 @@ class Measured:
     skipped_steps: int
     """Steps without an update, since a gradient was not finite: they are too fast."""
     on_cuda: bool
+    roof_tokens_per_second: float
+    """Of all workers, by the measured layers; see ``rpft.plan.predict.roof_tokens_per_second``."""
+    losses: list[float] = field(default_factory=list)
+    """Of the first steps, where they were asked for: see ``compared_losses``."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -78,6 +84,11 @@ class Measured:
         """By how much more the prediction promised, as a share of what a long run does."""
         return self.predicted_tokens_per_second / self.steady_tokens_per_second - 1
 
+    @property
+    def share_of_roof(self) -> float:
+        """Of what a long run does."""
+        return self.steady_tokens_per_second / self.roof_tokens_per_second
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
@@ -85,6 +96,7 @@ class Measured:
             "tokens_per_second": self.tokens_per_second,
             "steady_tokens_per_second": self.steady_tokens_per_second,
             "prediction_error": self.error,
+            "share_of_roof": self.share_of_roof,
         }
 
 
@@ -130,17 +142,66 @@ def timed_steps(
     return seconds
 
 
-def measure(prepared: Prepared, store: HostStore, num_steps: int, windows: int = WINDOWS) -> Measured:
+def full_steps(prepared: Prepared, count: int) -> list[int]:
+    """The first ``count`` steps of the data, again and again where there are fewer."""
+    # The last may be a short one.
+    there_are = max(1, prepared.data.order.num_steps - 1)
+    return [1 + number % there_are for number in range(count)]
+
+
+def compared_losses(prepared: Prepared, store: HostStore, steps: Sequence[int]) -> list[float]:
+    """The loss of each of ``steps``, mean over trained tokens, each trained at the recipe's full learning rate.
+
+    ``store`` has had no step, and has had them all afterwards.
+    """
+    recipe = prepared.recipe.with_values("train", lr_scheduler="constant", warmup_ratio=0.0)
+    failure = Failure()
+    machinery = idle_machinery(replace(prepared, recipe=recipe), store, failure)
+    flights = [Flight(n, prepared.data.step(n)) for n in steps]
+    losses: list[float] = []
+
+    def see(result: UpdateResult, seconds: float) -> None:
+        losses.append(result.loss_sum / flights[result.step - 1].trained_tokens)
+
+    with _running(machinery, failure):
+        timed_steps(machinery, range(1, 1 + len(steps)), lambda n: flights[n - 1].host_batches(), see)
+    del machinery
+    gc.collect()
+    for device in prepared.devices:
+        device.reclaim()
+    return losses
+
+
+@contextmanager
+def _running(machinery: Machinery, failure: Failure) -> Iterator[None]:
+    try:
+        machinery.start()
+        yield
+    except BaseException as error:
+        failure.set(error)  # what is queued is not worth waiting for
+        machinery.close(at_once=True)
+        raise
+    machinery.close()
+
+
+def measure(
+    prepared: Prepared,
+    store: HostStore,
+    num_steps: int,
+    windows: int = WINDOWS,
+    losses: Sequence[float] = (),
+) -> Measured:
     """Runs the first ``num_steps`` of the data again and again: once to warm up, ``windows`` times, once traced.
 
     Each time one step comes before them, which fills the pipeline. The working weights are as good as unchanged
     afterwards; the moments are not. ``prepared`` must have been measured, so that there is a prediction.
+    ``losses``: of the steps that ``store`` has had.
     """
-    prediction = prepared.prediction()
+    prediction, roof = prepared.prediction(), prepared.roof_tokens_per_second()
     assert prediction is not None
-    bench = _Bench(_barely_learning(prepared), store, num_steps)
-    try:
-        bench.machinery.start()
+    assert roof is not None
+    bench = _Bench(_barely_learning(prepared), store, num_steps, len(losses))
+    with _running(bench.machinery, bench.failure):
         bench.window()
         Engine.settle()
         for device in prepared.devices:
@@ -149,11 +210,6 @@ def measure(prepared: Prepared, store: HostStore, num_steps: int, windows: int =
         vram = max(device.peak_bytes() for device in prepared.devices)
         ram = psutil.Process().memory_info().rss
         trace = bench.traced()
-    except BaseException as error:
-        bench.failure.set(error)  # what is queued is not worth waiting for
-        bench.machinery.close(at_once=True)
-        raise
-    bench.machinery.close()
     accounts, overlaps = idle_by_cause(trace), trace.overlap()
     seconds = sum(account.window_seconds for account in accounts)
     transfers = sum(overlap.transfer_seconds for overlap in overlaps)
@@ -175,29 +231,29 @@ def measure(prepared: Prepared, store: HostStore, num_steps: int, windows: int =
         ram_bill_bytes=prepared.bill.host,
         skipped_steps=bench.skipped,
         on_cuda=prepared.devices[0].torch_device.type == "cuda",
+        roof_tokens_per_second=roof,
+        losses=list(losses),
     )
 
 
 def _barely_learning(prepared: Prepared) -> Prepared:
     """``prepared`` with a rate of learning that no number of repetitions makes unstable."""
-    schedule = {"learning_rate": _RATE, "lr_scheduler": "constant", "warmup_ratio": 0.0}
+    schedule = {"learning_rate": TIMED_RATE, "lr_scheduler": "constant", "warmup_ratio": 0.0}
     return replace(prepared, recipe=prepared.recipe.with_values("train", **schedule))
 
 
 class _Bench:
     """Windows of one run."""
 
-    def __init__(self, prepared: Prepared, store: HostStore, num_steps: int) -> None:
+    def __init__(self, prepared: Prepared, store: HostStore, num_steps: int, steps_before: int) -> None:
         self.failure = Failure()
-        self.machinery = idle_machinery(prepared, store, self.failure)
-        # The last step of the data may be a short one.
-        there_are = max(1, prepared.data.order.num_steps - 1)
-        flights = [Flight(n, prepared.data.step(n)) for n in (1 + k % there_are for k in range(num_steps))]
+        self.machinery = idle_machinery(prepared, store, self.failure, steps_before)
+        flights = [Flight(n, prepared.data.step(n)) for n in full_steps(prepared, num_steps)]
         self.tokens = [flight.tokens for flight in flights]
         """Of the steps of a window but the first, which is like the last."""
         self._batches = [flight.host_batches() for flight in flights]
         self.skipped = 0
-        self._next = 1
+        self._next = 1 + steps_before
 
     def window(self, more: int = 0) -> list[float]:
         """The seconds of a step that fills the pipeline, of one round through the data, and of ``more``."""

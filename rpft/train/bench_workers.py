@@ -3,10 +3,8 @@ memory, threads or compiled layers to the next."""
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
-import platform
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -19,13 +17,13 @@ from typing import Any
 
 import torch
 
-import rpft
 from rpft import files
 from rpft.errors import UserError
 from rpft.host import available_cores
-from rpft.plan.bill import gib
+from rpft.peers import PEERS
 from rpft.recipe.schema import Recipe
-from rpft.train.bench import WINDOWS, Measured, measure
+from rpft.train.bench import Measured, compared_losses, full_steps, measure
+from rpft.train.bench_peers import PeerFailed, PeerOutcome, cannot_share, do_work, hand_over
 from rpft.train.prepare import Prepared, prepare
 from rpft.train.weights import load_weights
 
@@ -48,28 +46,72 @@ class Failed:
         return {"workers": self.workers, "failed": self.reason}
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """What a run is to be compared with."""
+
+    peers: Sequence[str]
+    folder: Path
+    """For their work and their logs."""
+    losses: int
+    """First steps whose losses are compared."""
+
+
 def bench(
-    recipe: Recipe, workers: Sequence[int], num_steps: int, set_up: SetUp, say: Callable[[str], None]
-) -> list[Measured | Failed]:
-    """One result a number of workers; a number that does not work is a result with its reason."""
+    recipe: Recipe,
+    workers: Sequence[int],
+    num_steps: int,
+    set_up: SetUp,
+    say: Callable[[str], None],
+    comparison: Comparison | None = None,
+) -> tuple[list[Measured | Failed], list[PeerOutcome]]:
+    """One result a number of workers, and one of each peer; what does not work is one with its reason."""
     results: list[Measured | Failed] = []
+    peers: list[PeerOutcome] = []
+    refused = None if comparison is None else cannot_share(recipe)
     for count in workers:
         say(f"{count} worker(s)")
+        arguments: tuple[Any, ...] = (recipe, count, num_steps)
+        work = Path()
+        if comparison is not None and refused is None:
+            work = comparison.folder / f"{count}_workers"
+            work.mkdir(parents=True, exist_ok=True)
+            arguments += (work, comparison.losses)
         context = multiprocessing.get_context("spawn")  # CUDA does not outlive a fork
         with ProcessPoolExecutor(1, context, initializer=set_up, initargs=(recipe,)) as process:
             try:
-                results.append(process.submit(bench_here, recipe, count, num_steps).result())
+                results.append(process.submit(bench_here, *arguments).result())
             except BrokenProcessPool:
                 results.append(Failed(count, "its process was ended, as the system does where RAM runs out"))
-    return results
+        for peer in () if comparison is None else comparison.peers:
+            on = min(count, PEERS[peer].most_workers or count)
+            if any((done.peer, done.workers) == (peer, on) for done in peers):
+                continue  # what it has few workers for is the same with more
+            if refused is not None:
+                peers.append(PeerFailed(peer, on, refused))
+                continue
+            say(f"{on} worker(s): {peer}")
+            peers.append(do_work(peer, work, on))
+    return results, peers
 
 
-def bench_here(recipe: Recipe, workers: int, num_steps: int) -> Measured | Failed:
-    """The result for ``workers``, measured in this process."""
+def bench_here(
+    recipe: Recipe, workers: int, num_steps: int, work: Path | None = None, num_losses: int = 0
+) -> Measured | Failed:
+    """The result for ``workers``, measured in this process.
+
+    ``work``: a folder that gets the work for peers; then the losses of ``num_losses`` steps are in the result.
+    """
     try:
         prepared = prepare(recipe.with_values("engine", workers=workers), _say, measured=True)
         with _place_for_frozen(prepared) as folder:
-            return measure(prepared, load_weights(prepared, Path(folder), lambda done, total: None), num_steps)
+            store = load_weights(prepared, Path(folder), lambda done, total: None)
+            losses: list[float] = []
+            if work is not None:
+                compared = list(dict.fromkeys(full_steps(prepared, num_losses)))
+                hand_over(prepared, store, work, compared, num_steps)
+                losses = compared_losses(prepared, store, compared)
+            return measure(prepared, store, num_steps, losses=losses)
     except UserError as error:
         return Failed(workers, str(error))
     except Exception as error:  # the other numbers of workers are worth having all the same
@@ -111,46 +153,3 @@ def not_quiet(load: float | None) -> str | None:
         f"others work on this machine: {load:.1f} processes wanted to run in the last minute, on"
         f" {available_cores()} cores; figures are lower and less certain than on a quiet one"
     )
-
-
-def as_json(about: dict[str, Any], results: Sequence[Measured | Failed]) -> str:
-    """``results`` for programs. ``about``: what else the text says of how they came about."""
-    machine = {
-        "cores": available_cores(),
-        "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "rpft": rpft.__version__,
-    }
-    told = {"version": 1, **about, "windows": WINDOWS, "machine": machine}
-    return json.dumps({**told, "results": [result.as_dict() for result in results]}, indent=1)
-
-
-def table(results: Sequence[Measured | Failed]) -> list[list[str]]:
-    """Rows of text: a row a figure, a column a number of workers; the first row is the heading."""
-    measured = [result for result in results if isinstance(result, Measured)]
-    rows: list[tuple[str, Callable[[Measured], str]]] = [
-        ("tokens/s, drained", lambda m: f"{m.tokens_per_second:,.0f} ({_spread(m.windows)})"),
-        ("tokens/s, long run", lambda m: f"{m.steady_tokens_per_second:,.0f} ({_spread(m.steady)})"),
-        ("predicted", lambda m: f"{m.predicted_tokens_per_second:,.0f} ({m.error:+.1%})"),
-        ("seconds a step", lambda m: f"{m.step_seconds:.3g}"),
-        ("workers idle", lambda m: f"{m.bubble:.1%}"),
-        ("predicted", lambda m: f"{m.predicted_bubble:.1%}"),
-        ("idle for", _causes),
-        ("transfers hidden", lambda m: "-" if m.hidden is None else f"{m.hidden:.1%}"),
-        ("VRAM, peak of bill", lambda m: f"{gib(m.vram_peak_bytes)} of {gib(m.vram_bill_bytes)}"),
-        ("RAM of bill", lambda m: f"{gib(m.ram_bytes)} of {gib(m.ram_bill_bytes)}"),
-        ("limited by", lambda m: m.limited_by),
-    ]
-    heading = ["", *(f"{m.workers} worker{'s' if m.workers > 1 else ''}" for m in measured)]
-    return [heading, *([name, *map(tell, measured)] for name, tell in rows)]
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{min(values):,.0f} to {max(values):,.0f}"
-
-
-def _causes(m: Measured) -> str:
-    """The causes that took a hundredth of the time or more, the longest first."""
-    found = sorted(((share, cause) for cause, share in m.idle.items() if share >= 0.01), reverse=True)
-    return "\n".join(f"{cause} {share:.1%}" for share, cause in found) or "-"

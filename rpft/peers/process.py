@@ -1,0 +1,53 @@
+"""Runs Python in a process of its own, with a time limit and a log, and says in one line why it failed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+def run_python(
+    words: Sequence[str], log: Path, seconds: float, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> tuple[int | None, list[str]]:
+    """Runs Python with ``words``, its output added to ``log``; ``env`` goes on top of this process's.
+
+    Gives (exit code, lines of output), or None for the code when it took longer than ``seconds`` and was ended,
+    with every process that it had started.
+    """
+    with log.open("a+", encoding="utf-8", errors="replace") as file:
+        file.write(f"$ python {' '.join(words)}\n")
+        file.flush()
+        start = file.tell()
+        process = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=cwd,
+            env={**os.environ, **(env or {})},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code: int | None = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.poll() is None:  # also when this call itself is interrupted
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        file.seek(start)
+        return code, [line for line in file.read().splitlines() if line.strip()]
+
+
+_NAMES_ERROR = re.compile(r"(\[rank\d+\]: )?[\w.]*(Error|Exception)\b")
+"""Above what torchrun says of a child that failed stands what the child said."""
+
+
+def reason(lines: Sequence[str]) -> str:
+    """The line that says the most: the last one that names an error, else the last."""
+    named = [line for line in lines if _NAMES_ERROR.match(line) and "ChildFailedError" not in line]
+    return (named or lines or ["no output"])[-1].strip()[:200]
