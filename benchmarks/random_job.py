@@ -193,5 +193,10 @@ def random_store(prepared: Prepared) -> HostStore:
 
 def gpu_names(devices: list[Device]) -> list[str]:
     """What each worker runs on."""
-    cuda = devices[0].torch_device.type == "cuda"
-    return [torch.cuda.get_device_name(d.torch_device) if cuda else "CPU worker" for d in devices]
+    return device_names(len(devices), devices[0].torch_device.type == "cuda")
+
+
+def device_names(count: int, cuda: bool | None = None) -> list[str]:
+    """What each of the first ``count`` workers runs on; ``cuda``: whether on GPUs, None: where there are any."""
+    on_gpus = torch.cuda.is_available() if cuda is None else cuda
+    return [torch.cuda.get_device_name(n) if on_gpus else "CPU worker" for n in range(count)]

@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
-import signal
 import subprocess
 import sys
 import time
@@ -23,9 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from record import ROOT, commit, machine, write_record
+
+from rpft.peers.process import reason, run_python
 
 TESTS_SECONDS = 400
 MEDIAN, DRAINED = "tokens a second, median step", "tokens a second, drained"
@@ -65,8 +66,11 @@ SCALING_STEP = "--microbatches 5 --steps 6 --workers {counts}"
 ATTENTION = "--targets q_proj,k_proj,v_proj,o_proj"
 SMALL_STEP = "--rows 12 --sequence 1024 --microbatches 3"
 RPFT = "benchmarks/throughput.py"
-ROUNDPIPE = "benchmarks/peers/roundpipe_0_1_1.py"
-FSDP2 = "-m torch.distributed.run --standalone --nproc-per-node {gpus} benchmarks/peers/fsdp2.py"
+ROUNDPIPE = "benchmarks/peer.py roundpipe"
+FSDP2 = "benchmarks/peer.py fsdp2"
+STALE = "--workers {gpus} --steps 8 --warm-up 5 --update delayed"
+EXACT = "--workers {gpus} --steps 8 --warm-up 5"
+FSDP2_STEP = "--rows 24 --sequence 4096 --microbatches 6 --workers {gpus}"
 BOTH = "--update sync,delayed"
 
 
@@ -75,12 +79,12 @@ def _roof(name: str, words: str, group: str) -> list[Case]:
     return [
         Case(
             f"roof-{name}{suffix}",
-            f"benchmarks/peers/roof.py {words} --sequence 4096 --rows 8 --steps 5 --attention {attention}",
+            f"benchmarks/peer.py roof {words} --sequence 4096 --rows 8 --steps 5{attention}",
             (group, "roof"),
             150,
             peer=True,
         )
-        for suffix, attention in (("", "default"), ("-cudnn", "cudnn"))
+        for suffix, attention in (("", " --option torch-attention"), ("-cudnn", ""))
     ]
 
 
@@ -92,21 +96,21 @@ CASES = [
     Case("1.7b", f"{RPFT} qwen3-1.7b {STEP} --steps 20 {BOTH} --workers {{gpus}}"),
     Case("1.7b-one", f"{RPFT} qwen3-1.7b {STEP} --steps 10 {BOTH} --workers 1", ("one",)),
     *_roof("1.7b", "qwen3-1.7b", "1.7b"),
-    _peer("fsdp2-1.7b", f"{FSDP2} qwen3-1.7b --rows 24 --sequence 4096 --steps 5", "1.7b"),
-    _peer("fsdp2-1.7b-resident", f"{FSDP2} qwen3-1.7b --rows 24 --sequence 4096 --steps 5 --resident", "1.7b"),
-    _peer("roundpipe-1.7b", f"{ROUNDPIPE} qwen3-1.7b {STEP} --steps 10 --compile-layers", "1.7b"),
-    _peer("roundpipe-1.7b-as-it-comes", f"{ROUNDPIPE} qwen3-1.7b {STEP} --steps 10", "1.7b"),
-    _peer("roundpipe-1.7b-exact", f"{ROUNDPIPE} qwen3-1.7b {STEP} --steps 10 --sync-step", "1.7b"),
-    Case("8b", f"{RPFT} llama-3.1-8b {STEP} --steps 20 {BOTH} --workers {{gpus}}", seconds=400),
-    Case("8b-one", f"{RPFT} llama-3.1-8b {STEP} --steps 5 {BOTH} --workers 1", ("one",), 400),
-    *_roof("8b", "llama-3.1-8b", "8b"),
-    _peer("fsdp2-8b", f"{FSDP2} llama-3.1-8b --rows 24 --sequence 4096 --steps 3", "8b", 400),
-    _peer("roundpipe-8b", f"{ROUNDPIPE} llama-3.1-8b {STEP} --steps 6 --compile-layers", "8b", 400),
-    Case("8b-lora", f"{RPFT} llama-3.1-8b --lora 32 {STEP} --steps 10 --workers {{gpus}}"),
-    *_roof("8b-lora", "llama-3.1-8b --lora 32", "8b-lora"),
-    _peer("roundpipe-8b-lora", f"{ROUNDPIPE} llama-3.1-8b --lora 32 {STEP} --steps 6", "8b-lora", 400),
-    Case("8b-small", f"{RPFT} llama-3.1-8b {SMALL_STEP} --steps 10 {BOTH} --workers {{gpus}}"),
-    _peer("roundpipe-8b-small", f"{ROUNDPIPE} llama-3.1-8b {SMALL_STEP} --steps 10", "8b-small", 400),
+    _peer("fsdp2-1.7b", f"{FSDP2} qwen3-1.7b {FSDP2_STEP} --steps 5", "1.7b"),
+    _peer("fsdp2-1.7b-resident", f"{FSDP2} qwen3-1.7b {FSDP2_STEP} --steps 5 --option resident", "1.7b"),
+    _peer("roundpipe-1.7b", f"{ROUNDPIPE} qwen3-1.7b {STEP} {STALE}", "1.7b"),
+    _peer("roundpipe-1.7b-as-it-comes", f"{ROUNDPIPE} qwen3-1.7b {STEP} {STALE} --option as-it-comes", "1.7b"),
+    _peer("roundpipe-1.7b-exact", f"{ROUNDPIPE} qwen3-1.7b {STEP} {EXACT} --option as-it-comes", "1.7b"),
+    Case("8b", f"{RPFT} llama-8b {STEP} --steps 20 {BOTH} --workers {{gpus}}", seconds=400),
+    Case("8b-one", f"{RPFT} llama-8b {STEP} --steps 5 {BOTH} --workers 1", ("one",), 400),
+    *_roof("8b", "llama-8b", "8b"),
+    _peer("fsdp2-8b", f"{FSDP2} llama-8b {FSDP2_STEP} --steps 3", "8b", 400),
+    _peer("roundpipe-8b", f"{ROUNDPIPE} llama-8b {STEP} {STALE}", "8b", 400),
+    Case("8b-lora", f"{RPFT} llama-8b --lora 32 {STEP} --steps 10 --workers {{gpus}}"),
+    *_roof("8b-lora", "llama-8b --lora 32", "8b-lora"),
+    _peer("roundpipe-8b-lora", f"{ROUNDPIPE} llama-8b --lora 32 {STEP} {STALE}", "8b-lora", 400),
+    Case("8b-small", f"{RPFT} llama-8b {SMALL_STEP} --steps 10 {BOTH} --workers {{gpus}}"),
+    _peer("roundpipe-8b-small", f"{ROUNDPIPE} llama-8b {SMALL_STEP} {STALE}", "8b-small", 400),
     *(
         Case(
             f"links-{name}",
@@ -217,7 +221,7 @@ class Check:
         if code is None:
             outcome.failure = f"ended after {case.seconds} s"
         elif code:
-            outcome.failure = f"exit code {code}: {_reason(lines)}"
+            outcome.failure = f"exit code {code}: {reason(lines)}"
         elif not outcome.results:
             outcome.failure = "it wrote no record"
         self.outcomes.append(outcome)
@@ -233,44 +237,9 @@ class Check:
 
 
 def run(words: Sequence[str], log: Path, seconds: float) -> tuple[int | None, list[str]]:
-    """Runs Python with ``words`` in the repository, its output added to ``log``.
-
-    Gives (exit code, lines of output), or None for the code when it took longer than ``seconds`` and was ended,
-    with every process that it had started.
-    """
+    """``run_python`` in the repository."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
-    with log.open("a+", encoding="utf-8", errors="replace") as file:
-        file.write(f"$ python {' '.join(words)}\n")
-        file.flush()
-        start = file.tell()
-        process = subprocess.Popen(
-            [sys.executable, *words],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code: int | None = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            if process.poll() is None:  # also when this call itself is interrupted
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        file.seek(start)
-        return code, [line for line in file.read().splitlines() if line.strip()]
-
-
-_NAMES_ERROR = re.compile(r"(\[rank\d+\]: )?[\w.]*(Error|Exception)\b")
-"""Above what torchrun says of a child that failed stands what the child said."""
-
-
-def _reason(lines: list[str]) -> str:
-    """The line that says the most: the last one that names an error, else the last."""
-    named = [line for line in lines if _NAMES_ERROR.match(line) and "ChildFailedError" not in line]
-    return (named or lines or ["no output"])[-1].strip()[:200]
+    return run_python(words, log, seconds, cwd=ROOT, env={"PYTHONPATH": path.rstrip(os.pathsep)})
 
 
 def table(outcomes: list[Outcome]) -> str:

@@ -51,6 +51,7 @@ def bench_chart(heading: str, results: Sequence[Measured | Failed], peers: Seque
             "long run, median of windows",
             zero=True,
             x_name="workers",
+            whole_x=True,
         )
     ]
     losses = [
@@ -58,5 +59,5 @@ def bench_chart(heading: str, results: Sequence[Measured | Failed], peers: Seque
         for name, one in trained(results, peers)
     ]
     if losses:
-        charts.append(Chart("Loss", losses, short, "the same batches from the same first weights"))
+        charts.append(Chart("Loss", losses, short, "the same batches from the same first weights; name, workers"))
     return chart_file(heading, charts, [line[:_LONGEST_LINE] for line in failures(peers)])

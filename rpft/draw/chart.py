@@ -67,6 +67,8 @@ class Chart:
     """Figures to compare with, each a thin line; (name, figure)."""
     x_name: str = "step"
     x_said: Callable[[float], str] = field(default=lambda x: f"{x:,.0f}")
+    whole_x: bool = False
+    """Whether x counts something: no tick is between whole numbers."""
     values_in_names: bool = True
     """Whether a line's name has its last figure beside it."""
 
@@ -187,6 +189,8 @@ class _Frame:
             parts.append(f"<line class='grid' x1='{_LEFT}' x2='{self.right:.1f}' y1='{y:.1f}' y2='{y:.1f}'/>")
             parts.append(svg_text(_LEFT - 6, y + 4, said, "end"))
         ticks = self.x_scale.ticks(7)
+        if self.chart.whole_x:
+            ticks = [tick for tick in ticks if abs(tick - round(tick)) < 1e-9]
         for tick, said in zip(ticks, tick_texts(ticks), strict=True):
             parts.append(svg_text(self.x(tick), self.bottom + 16, said, "middle"))
         parts.append(

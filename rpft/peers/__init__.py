@@ -36,7 +36,7 @@ class Peer:
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("roof", "roof, plain PyTorch", "resident", most_workers=1),
+        Peer("roof", "roof, plain PyTorch", "resident", most_workers=1, options=("torch-attention",)),
         Peer("plain", "plain PyTorch, resident", "resident"),
         Peer("fsdp2", "FSDP2, CPU offload", "fsdp2", options=("resident",)),
         Peer("deepspeed", "DeepSpeed ZeRO-3, offload", "zero3", "deepspeed", "deepspeed"),

@@ -100,7 +100,7 @@ def attention_kernels(work: Work) -> AbstractContextManager[Any]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     hopper = work.device == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability()[0] == 9
-    if not hopper or work.deterministic:
+    if not hopper or work.deterministic or "torch-attention" in work.options:
         return nullcontext()
     others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, *others], set_priority=True)

@@ -12,7 +12,8 @@ from rpft.model.host_store import HostStore
 from rpft.recipe.load import load_recipe
 from rpft.train import bench_workers
 from rpft.train.bench import Measured, measure
-from rpft.train.bench_workers import Failed, bench_here, not_quiet, table
+from rpft.train.bench_report import table
+from rpft.train.bench_workers import Failed, bench_here, not_quiet
 from rpft.train.prepare import prepare
 from rpft.train.weights import load_weights
 
@@ -89,6 +90,8 @@ def test_a_result_has_every_window_and_its_shares_are_shares(measured, prepared)
     assert found.hidden is not None
     assert 0 <= found.hidden <= 1
     assert found.skipped_steps == 0
+    assert found.losses == []
+    assert found.share_of_roof == found.steady_tokens_per_second / found.roof_tokens_per_second
     assert found.vram_bill_bytes == prepared.bill.device
     assert 0 < found.vram_peak_bytes <= found.vram_bill_bytes
 
