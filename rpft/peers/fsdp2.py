@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from rpft.peers.harness import DataParallel, Place, groups, set_rate
-from rpft.peers.model import LossSum, attention_kernels, blocks_of, compile_blocks, load_model
+from rpft.peers.model import LossSum, attention_kernels, blocks_of, buffers_to, compile_blocks, load_model
 from rpft.peers.work import Placed, Work
 
 
@@ -38,9 +38,7 @@ class Sharded(DataParallel):
             fully_shard(block, **how)
         _as_masters(model)
         self._loss: Any = fully_shard(LossSum(model, work.compile), **how)
-        for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                module._buffers[name] = buffer.to(place.device)
+        buffers_to(model, place.device)
         if resident:
             self._loss.to(place.device)
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]

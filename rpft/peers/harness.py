@@ -105,7 +105,11 @@ def groups(named: Iterable[tuple[str, Any]], work: Work) -> list[dict[str, Any]]
         fast = work.lr_ratio_b != 1.0 and learns_faster(name, parameter.dim())
         kinds.setdefault((decays, fast), []).append(parameter)
     return [
-        {"params": part, "weight_decay": work.weight_decay * decays, "ratio": work.lr_ratio_b if fast else 1.0}
+        {
+            "params": part,
+            "weight_decay": work.weight_decay * decays,
+            **({"ratio": work.lr_ratio_b} if fast else {}),
+        }
         for (decays, fast), part in kinds.items()
     ]
 

@@ -88,6 +88,13 @@ def blocks_of(model: Any) -> nn.ModuleList:
     return lists[0]
 
 
+def buffers_to(model: Any, device: torch.device) -> None:
+    """Moves what is no parameter: rotary frequencies and the like."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
+
+
 def compile_blocks(model: Any) -> None:
     """Has each block compiled when it first runs, once for every shape."""
     torch._dynamo.config.recompile_limit = 256

@@ -39,7 +39,7 @@ class Masters:
         for master in self.all:
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
-            if dist.is_initialized():
+            if dist.is_initialized() and dist.get_world_size() > 1:
                 dist.all_reduce(master.grad)
         if max_norm:
             nn.utils.clip_grad_norm_(self.all, max_norm)

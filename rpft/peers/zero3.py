@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rpft.peers.harness import DataParallel, Place, groups, set_rate
-from rpft.peers.model import LossSum, load_model
+from rpft.peers.model import LossSum, buffers_to, load_model
 from rpft.peers.work import Placed, Work
 
 
@@ -23,6 +23,7 @@ class ZeroThree(DataParallel):
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         model = load_model(work, torch.device("cpu"))
+        buffers_to(model, place.device)
         # Its hooks are on modules: the head has to be called as one, and compiled blocks would break at each.
         loss = LossSum(model, compiled=False, head_as_module=True)
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -160,10 +161,13 @@ def title_of(peer: str) -> str:
 
 
 def largest_difference(losses: Sequence[float], own: Sequence[float]) -> tuple[float, int] | None:
-    """(How far losses are from the run's where they are furthest, at which step of those); None without losses."""
+    """(How far losses are from the run's where they are furthest, at which step of those); None without losses.
+
+    A loss that is no number is infinitely far.
+    """
     pairs = list(zip(losses, own, strict=False))
     if not pairs:
         return None
-    apart = [abs(theirs - ours) for theirs, ours in pairs]
+    apart = [abs(theirs - ours) if math.isfinite(theirs - ours) else math.inf for theirs, ours in pairs]
     step = max(range(len(apart)), key=apart.__getitem__)
     return apart[step], step + 1

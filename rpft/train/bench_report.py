@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,7 +42,16 @@ def as_json(about: dict[str, Any], results: Sequence[Measured | Failed], peers: 
         if apart is not None:
             row["largest_loss_difference"], row["at_step"] = apart
         found["peers"].append(row)
-    return json.dumps({**told, **found}, indent=1)
+    return json.dumps(_numbers_only({**told, **found}), indent=1)
+
+
+def _numbers_only(value: Any) -> Any:
+    """``value`` with null for what is no number: JSON has no word for it."""
+    if isinstance(value, dict):
+        return {key: _numbers_only(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_numbers_only(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def table(results: Sequence[Measured | Failed]) -> list[list[str]]:
@@ -93,7 +103,7 @@ def peer_table(results: Sequence[Measured | Failed], peers: Sequence[PeerOutcome
                     "-" if roof is None else f"{speed / (roof * one.workers):.0%}",
                     gib(one.vram_peak_bytes) if _on_cuda(one) else "-",
                     gib(one.ram_bytes),
-                    "-" if apart is None else f"{apart[0]:.1e}\nat step {apart[1]}",
+                    "-" if apart is None else f"{apart[0]:.1e}\nstep {apart[1]}",
                 ]
             )
     heading = [
@@ -105,7 +115,7 @@ def peer_table(results: Sequence[Measured | Failed], peers: Sequence[PeerOutcome
         "of roof",
         "VRAM",
         "RAM",
-        "loss apart",
+        "loss\napart",
     ]
     return [heading, *rows]
 

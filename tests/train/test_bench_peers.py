@@ -1,6 +1,7 @@
 """`rpft bench --peers`: what is asked of peers, and how what they did is told, in words, JSON and a picture."""
 
 import json
+import math
 import re
 import xml.etree.ElementTree as xml
 from dataclasses import replace
@@ -17,7 +18,7 @@ from rpft.recipe.load import load_recipe
 from rpft.train import bench_workers
 from rpft.train.bench import Measured
 from rpft.train.bench_peers import PeerFailed, PeerMeasured, largest_difference
-from rpft.train.bench_report import failures, loss_table, peer_table
+from rpft.train.bench_report import as_json, failures, loss_table, peer_table
 from rpft.train.bench_workers import Comparison, Failed
 
 OWN = Measured(
@@ -104,7 +105,7 @@ def test_all_are_asked_on_each_number_of_workers_and_the_roof_once(made, asked, 
     ]  # fmt: skip
     assert asked[0][2] == 3
     assert all(folder_there for name, _, folder_there in asked if name != "rpft")
-    for said in ("of roof", "loss apart", "2.00000", f"roundpipe 0.1.1 on 1, 2 worker(s): {MISSING}"):
+    for said in ("of roof", "apart", "2.00000", f"roundpipe 0.1.1 on 1, 2 worker(s): {MISSING}"):
         assert said in ran.out
     told = json.loads(file.read_text())
     rows = {(peer["peer"], peer["workers"]): peer for peer in told["peers"]}
@@ -144,8 +145,8 @@ def test_shares_are_of_the_run_and_of_the_roof_times_the_workers():
     assert cells(rows, "rpft", "of roof") == ["75%", "62%"]
     assert cells(rows, "plain", "of rpft") == ["50%", "50%"]
     assert cells(rows, "plain", "of roof") == ["38%", "31%"]
-    assert cells(rows, "plain", "loss apart") == ["2.5e-01\nat step 2", "3.8e-01\nat step 3"]
-    assert cells(rows, "roof", "loss apart") == ["-"]
+    assert cells(rows, "plain", "loss\napart") == ["2.5e-01\nstep 2", "3.8e-01\nstep 3"]
+    assert cells(rows, "roof", "loss\napart") == ["-"]
     assert cells(rows, "rpft", "VRAM") == ["2.0 GiB", "2.0 GiB"]
 
 
@@ -173,6 +174,15 @@ def test_what_fails_alike_is_one_line():
 def test_the_largest_difference_says_its_step():
     assert largest_difference([1.0, 2.0, 3.5], [1.0, 2.25, 3.5]) == (0.25, 2)
     assert largest_difference([], [1.0]) is None
+    assert largest_difference([1.0, math.nan], [1.0, 2.0]) == (math.inf, 2)
+
+
+def test_a_loss_that_is_no_number_leaves_the_json_json():
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    text = as_json({}, [OWN], [replace(PLAIN, losses=[3.0, math.nan])])
+    assert json.loads(text, parse_constant=refuse)["peers"][0]["losses"] == [3.0, None]
 
 
 def test_the_picture_is_one_file_with_all_names_and_reasons():
