@@ -2,7 +2,8 @@
 
     python benchmarks/peer.py roof qwen3-1.7b --rows 8 --sequence 4096 [--lora 32] [--option torch-attention]
     python benchmarks/peer.py fsdp2 qwen3-1.7b --rows 24 --microbatches 6 [--workers 2] [--option resident]
-    python benchmarks/peer.py roundpipe llama-8b --rows 24 --microbatches 3 [--update sync] [--option as-it-comes]
+    python benchmarks/peer.py roundpipe llama-3.1-8b --rows 24 --microbatches 3 [--update delayed]
+        [--option as-it-comes] [--json FILE]
 
 Names are those of `rpft bench --peers`; rpft/peers says what each is. --rows are those of a step, all workers
 together. The same shapes by rpft: benchmarks/throughput.py.

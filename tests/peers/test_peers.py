@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -174,6 +178,31 @@ def test_of_a_process_that_fails_the_last_error_is_the_reason(tmp_path):
     code, lines = run_python(["-c", "print('a'); raise ValueError('no room')"], tmp_path / "log", 60)
     assert (code, reason(lines)) == (1, "ValueError: no room")
     assert "no room" in (tmp_path / "log").read_text()
+
+
+def test_what_a_process_has_started_ends_with_it(tmp_path):
+    """Also what runs in a session of its own, as torchrun's processes do."""
+    pid = tmp_path / "pid"
+    inner = f"""
+import os, time
+with open({str(pid)!r} + ".new", "w") as file:
+    file.write(str(os.getpid()))
+os.rename({str(pid)!r} + ".new", {str(pid)!r})
+time.sleep(1000)
+"""
+    outer = f"""
+from pathlib import Path
+from rpft.peers.process import run_python
+run_python(["-c", {inner!r}], Path({str(tmp_path / "log")!r}), 1000)
+"""
+    process = subprocess.Popen([sys.executable, "-c", outer], cwd=Path(start.__file__).parents[2])
+    while not pid.exists():
+        assert process.poll() is None
+        os.sched_yield()
+    process.terminate()
+    assert process.wait() == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
 
 
 @pytest.mark.parametrize(
