@@ -21,7 +21,7 @@ from rpft.peers.start import run_peer
 from rpft.peers.work import IGNORED, Rows, read_steps, read_work, share
 from rpft.recipe.load import load_recipe
 from rpft.train.bench import compared_losses
-from rpft.train.bench_peers import cannot_share, do_work, hand_over
+from rpft.train.bench_peers import PeerFailed, PeerMeasured, cannot_share, do_work, hand_over
 from rpft.train.prepare import prepare
 from rpft.train.weights import load_weights
 
@@ -171,7 +171,8 @@ def test_a_peer_that_cannot_run_says_why_and_starts_nothing(tmp_path, monkeypatc
     )
     monkeypatch.setattr(Peer, "missing", lambda self: None)
     assert run_peer("torchao", tmp_path, 1, log, False) == "torchao, offloaded optimizer needs a GPU"
-    assert do_work("plain", tmp_path, 2).reason == ("there is nothing to do: the run itself could not be prepared")
+    nothing = "there is nothing to do: the run itself could not be prepared"
+    assert do_work("plain", tmp_path, 2) == PeerFailed("plain", 2, nothing)
 
 
 def test_of_a_process_that_fails_the_last_error_is_the_reason(tmp_path):
@@ -225,6 +226,7 @@ def test_two_processes_reach_the_losses_of_one(name, handed):
     folder, own = handed("full")
     for workers in (1, 2):
         found = do_work(name, folder, workers)
+        assert isinstance(found, PeerMeasured), found
         assert found.losses == pytest.approx(own, rel=1e-5)
         assert min(found.windows + found.steady) > 0
     assert os.path.getsize(folder / f"{name}.log") > 0

@@ -14,6 +14,7 @@ from rpft.console.bench_chart import bench_chart
 from rpft.peers import PEERS
 from rpft.plan.costs import LayerLoad
 from rpft.plan.predict import roof_tokens_per_second
+from rpft.plan.simulate import StepShape
 from rpft.recipe.load import load_recipe
 from rpft.train import bench_workers
 from rpft.train.bench import Measured
@@ -135,7 +136,8 @@ def test_work_that_no_peer_can_do_is_said_of_each_and_not_begun(made, asked):
         Comparison(["plain", "fsdp2"], made.folder / "no", 3),
     )
     assert asked == [("rpft", 1, 0)]
-    assert [(p.peer, "emulate_link_gbps" in p.reason) for p in peers] == [("plain", True), ("fsdp2", True)]
+    why = "engine.emulate_link_gbps slows down the transfers of rpft only"
+    assert peers == [PeerFailed("plain", 1, why), PeerFailed("fsdp2", 1, why)]
     assert not (made.folder / "no").exists()
 
 
@@ -204,10 +206,9 @@ def test_the_picture_of_one_number_of_workers_has_one_tick():
 
 def test_the_roof_is_all_of_forward_recompute_and_backward_and_of_the_head_what_it_takes_once():
     loads = [LayerLoad(1.0, 2.0), LayerLoad(1.0, 2.0, recompute=0.5), LayerLoad(9.0, 3.5)]
-    shape = SimpleNamespace(loads=loads, speeds=None, num_workers=2)
+    shape = StepShape(loads, 100, 0, num_workers=2, rounds=1, delayed=False)
     assert roof_tokens_per_second(shape, 100) == 20.0
-    shape.speeds = (1.0, 0.5)
-    assert roof_tokens_per_second(shape, 100) == 15.0
+    assert roof_tokens_per_second(replace(shape, speeds=(1.0, 0.5)), 100) == 15.0
 
 
 @pytest.mark.parametrize(
