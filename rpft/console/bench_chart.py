@@ -59,5 +59,13 @@ def bench_chart(heading: str, results: Sequence[Measured | Failed], peers: Seque
         for name, one in trained(results, peers)
     ]
     if losses:
-        charts.append(Chart("Loss", losses, short, "the same batches from the same first weights; name, workers"))
+        charts.append(
+            Chart(
+                "Loss",
+                losses,
+                short,
+                "the same batches from the same first weights; name, workers",
+                values_in_names=False,
+            )
+        )
     return chart_file(heading, charts, [line[:_LONGEST_LINE] for line in failures(peers)])

@@ -30,7 +30,7 @@ def run_peer(name: str, folder: Path, workers: int, log: Path, on_cuda: bool) ->
     if missing is not None:
         return missing
     if peer.needs_cuda and not on_cuda:
-        return f"{peer.title} needs a GPU"
+        return "it needs a GPU"
     from rpft.peers.harness import read_result
 
     result = folder / f"{name}_{workers}.json"

@@ -170,7 +170,7 @@ def test_a_peer_that_cannot_run_says_why_and_starts_nothing(tmp_path, monkeypatc
         "no_such_package is not installed: pip install no-such-package==1"
     )
     monkeypatch.setattr(Peer, "missing", lambda self: None)
-    assert run_peer("torchao", tmp_path, 1, log, False) == "torchao, offloaded optimizer needs a GPU"
+    assert run_peer("torchao", tmp_path, 1, log, False) == "it needs a GPU"
     nothing = "there is nothing to do: the run itself could not be prepared"
     assert do_work("plain", tmp_path, 2) == PeerFailed("plain", 2, nothing)
 
