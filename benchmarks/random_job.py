@@ -128,7 +128,7 @@ def make_recipe(arguments: argparse.Namespace, step: Step, update: str, workers:
                 "max_steps": _MANY_STEPS,
                 "seed": 0,
             },
-            "optimizer": {"update": update},
+            "optimizer": {"update": update, "state": arguments.state},
             "engine": {
                 "device": arguments.device,
                 "workers": workers or None,

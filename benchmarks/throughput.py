@@ -2,7 +2,7 @@
 
     python benchmarks/throughput.py qwen3-1.7b --rows 24 --sequence 4096 --microbatches 3 --steps 10
         [--lora R] [--targets q_proj,v_proj] [--quantize nf4] [--workers 2,1] [--update sync,delayed]
-        [--vram-limit 24] [--trace FOLDER] [--json FILE]
+        [--state 8bit] [--vram-limit 24] [--trace FOLDER] [--json FILE]
 
 No checkpoint and no data are needed. For every combination of steps, --update, --workers and --emulate-link: the
 rate of the median step and over all timed steps, drained at both ends. Several steps are given by several numbers,
@@ -78,6 +78,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ram-limit", type=float, help="GiB; default: what is free")
     parser.add_argument("--kernels", choices=["eager", "trace", "compile"], default="compile")
     parser.add_argument("--recompute", choices=["auto", "stage", "layer"], default="auto")
+    parser.add_argument("--state", choices=["fp32", "bf16", "8bit"], default="fp32", help="of the moments")
     parser.add_argument("--deterministic", action="store_true", help="the same bits every time, slower")
 
 
@@ -261,6 +262,7 @@ def measure(run: Run) -> list[dict[str, Any]]:
             arguments.preset,
             f"LoRA r{arguments.lora}" if arguments.lora else "full",
             *([arguments.quantize] if arguments.quantize != "none" else []),
+            *([f"{arguments.state} moments"] if arguments.state != "fp32" else []),
             f"{run.update}, {len(peaks)} worker(s), {step.rows} x {step.sequence}, M = {step.microbatches}",
             *([f"(link emulated at {run.link} GB/s)"] if run.link else []),
         ]

@@ -149,6 +149,7 @@ CASES = [
             ("32b-lora-nf4", "qwen3-32b --lora 32 --quantize nf4"),
             ("70b-lora-nf4", "llama-3.1-70b --lora 32 --quantize nf4"),
             ("14b", "qwen3-14b --ram-limit 200"),
+            ("8b-8bit", "llama-3.1-8b --state 8bit --ram-limit 96"),
         )
     ),
     Case(

@@ -24,6 +24,7 @@ def arguments(**changes):
         "lora": 0,
         "targets": "all-linear",
         "quantize": "none",
+        "state": "fp32",
         "workers": [2],
         "device": "cpu",
         "vram_limit": 24.0,
