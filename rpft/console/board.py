@@ -104,8 +104,9 @@ class Board:
             part = self._share_of_step()
             if part is not None and self._step < pace.num_steps:
                 after.append(f"  next {part:.0%}")
-            after.append(f"  {self._record.step_seconds:.3g} s/step")
-            after.append(f"  ETA {duration(pace.seconds_left(self._step))}")
+            after.append(
+                f"  {self._record.step_seconds:.3g} s a step  ETA {duration(pace.seconds_left(self._step))}"
+            )
             if self._record.skipped_steps:
                 after.append(f"  skipped {self._record.skipped_steps}", style="bold red")
         bar = _bar(share, width - len(before) - len(after), ascii_only)

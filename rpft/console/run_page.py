@@ -19,25 +19,7 @@ from rpft.draw.figures import count
 from rpft.draw.scale import NOISY_FROM
 from rpft.plan.bill import gib
 from rpft.recipe.dump import dump_recipe
-from rpft.train.about import machine_facts
-from rpft.train.run_report import RunReport, TracedSteps
-
-_CAUSE_FILLS = dict(
-    zip(
-        ("input", "input copy", "weights", "disk", "optimizer", "gradients", "launch", "no work"),
-        (
-            KINDS["activations"],
-            "#7fcfb2",
-            KINDS["weights"],
-            "#9c6b30",
-            KINDS["optimizer"],
-            KINDS["gradients"],
-            "#8c8c8c",
-            "#c4c4c4",
-        ),
-        strict=True,
-    )
-)
+from rpft.train.run_report import RunReport
 
 
 def render_run(report: RunReport) -> str:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from rpft.model.adapters import caches_parametrizations
+from rpft.model.adapters import adapts_parameters
 from rpft.model.block_backward import EagerKept, GraphKept, Kept, Weights
 from rpft.model.dropout import counted_dropout, draw_keys, drawn_dropout, placed_dropout
 from rpft.model.graphs import JointGraph, Kernels, TensorFunction, Untraceable
@@ -81,7 +81,7 @@ class Block:
         self._quantized, self._choices = quantized, choices
         self._scores = None if router is None else ScoreWatch(template, router)
         self._coefficient = coefficient
-        self._caches = caches_parametrizations(template)
+        self._caches = adapts_parameters(template)
         self._graphs = kernels.graphs and not self._caches
         self.trained = frozenset(n for n, p in template.named_parameters() if p.requires_grad)
 

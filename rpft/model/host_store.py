@@ -77,6 +77,13 @@ class HostLayer:
             return self.moments_file.read(self.layout.layer, kind, first, stop)
         return getattr(self.moments, kind)[first:stop]
 
+    def write_state(self, kind: str, first: int, values: torch.Tensor) -> None:
+        """Stores ``values``, flat, as elements of the field ``kind`` of the moments, from ``first`` on."""
+        if self.moments_file is not None:
+            self.moments_file.write(self.layout.layer, kind, first, values)
+        else:
+            self.state_part(kind, first, first + len(values)).copy_(values)
+
     @property
     def on_disk(self) -> bool:
         """Whether the frozen part lies in a file."""
@@ -156,8 +163,9 @@ class HostStore:
         """Allocates every buffer. Weights and gradients cross the link and come from ``allocate``.
 
         ``two_copies``: of the working weights, as delayed updates need them. ``whole_masters``: float32 masters of
-        bfloat16 weights, 2 bytes more, for an optimizer that would have to join and split halves. ``state_format``:
-        of the moments. ``frozen_file`` and ``moments_file``: where frozen weights and moments lie, None for RAM.
+        bfloat16 weights, 2 bytes more, for an optimizer that would have to join and split halves.
+        ``state_format``: of the moments. ``frozen_file`` and ``moments_file``: where frozen weights and moments
+        lie, None for RAM.
         """
         self._allocate = allocate
         self._two_copies, self._whole_masters = two_copies, whole_masters
@@ -287,11 +295,8 @@ class HostStore:
     def write_state(self, name: str, kind: str, values: torch.Tensor) -> None:
         """Stores ``values`` as what the tensor ``name`` has in the field ``kind`` of the moments."""
         layer, start, _ = self._trained(name)
-        first = start // next(stored.block for stored in stored_parts(self.state_format) if stored.name == kind)
-        if layer.moments_file is not None:
-            layer.moments_file.write(layer.layout.layer, kind, first, values.flatten())
-        else:
-            layer.state_part(kind, first, first + values.numel()).copy_(values.flatten())
+        block = next(stored.block for stored in stored_parts(self.state_format) if stored.name == kind)
+        layer.write_state(kind, start // block, values.flatten())
 
     def _trained(self, name: str) -> tuple[HostLayer, int, TensorSpec]:
         """(layer, first element, spec) of a trained tensor."""

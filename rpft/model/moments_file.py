@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -109,7 +109,8 @@ class MomentsFile:
 
     def moments_in(self, piece: Piece, buffer: Tensor) -> Moments:
         """The moments of ``piece`` that lie in ``buffer``, one of ``window``."""
-        return moments_in(buffer[: piece.state_bytes], self._format, piece.stop - piece.start)
+        moments = moments_in(buffer[: piece.state_bytes], self._format, piece.stop - piece.start)
+        return replace(moments, first_place=piece.start)
 
     def load(self, piece: Piece, buffer: Tensor) -> None:
         """Reads ``piece`` into ``buffer``, one of ``window``; OSError where the disk does not give it."""

@@ -55,6 +55,8 @@ class AdamW:
         """
         before, after = layer.copy(source), layer.copy(target)
         whole, moments = piece or (slice(0, layer.layout.num_trained), layer.moments)
+        # A layer's updates are counted in checkpoints, so that a resumed run draws what the unbroken one does.
+        rounding_key = mix(self.seed, _ROUNDING, updates_before, layer.layout.layer)
         fast = fast_parts(layer) if self.fast_ratio != 1.0 else []
         for part, gradients in gradient_parts(layer, borrowed, fast, whole):
             ratio = self.fast_ratio if any(f.start <= part.start < f.stop for f in fast) else 1.0

@@ -41,12 +41,12 @@ class UpdateResult:
     skipped_in_a_row: int
     skipped_steps: int
     """Skipped since the run began, this one included."""
-    router_aux_loss: float | None = None
-    """Load-balancing loss of the routers, without its coefficient; None where there is none."""
     update_seconds: float = field(default=0.0, compare=False)
     """From the arrival of the last gradient to the last layer's update: how far it came behind the workers."""
     layer_norms: tuple[float | None, ...] = ()
     """As ``grad_norm``, of each layer; None: it has no trained weight of its own. Of a step passed over: ()."""
+    router_aux_loss: float | None = None
+    """Load-balancing loss of the routers, without its coefficient; None where there is none."""
 
 
 class HostOptimizer:
@@ -144,7 +144,8 @@ class HostOptimizer:
 
     def _apply(self, update: Update) -> UpdateResult:
         ticket = update.ticket
-        norm = self._gradient_norm(update) / ticket.trained_tokens
+        squares = self._gradient_squares(update)
+        norm = math.sqrt(math.fsum(squares)) / ticket.trained_tokens
         self._wait([*ticket.losses.ready, *ticket.router_losses.ready], COMPUTE)
         landed = time.perf_counter()
         loss_sum = ticket.losses.total()
@@ -165,10 +166,14 @@ class HostOptimizer:
         self.updates_applied += not skipped
         seconds = time.perf_counter() - landed
         counts = self._skipped_in_a_row, self.skipped_steps
+        layer_norms = tuple(
+            math.sqrt(square) / ticket.trained_tokens if layer.layout.num_trained > 0 else None
+            for layer, square in zip(self._store.layers, squares, strict=True)
+        )
         balance = (
             ticket.router_losses.exact_total() / ticket.trained_tokens if ticket.router_losses.values else None
         )
-        return UpdateResult(ticket.step, loss_sum, rate, norm, skipped, *counts, balance, seconds)
+        return UpdateResult(ticket.step, loss_sum, rate, norm, skipped, *counts, seconds, layer_norms, balance)
 
     def _gradient_squares(self, update: Update) -> list[float]:
         """The square of each layer's gradient sum. Workers have taken all but those of weights with two uses."""

@@ -77,23 +77,6 @@ def roof_seconds(plan: Plan, shape: StepShape) -> float:
     return shape.rounds * plan.num_microbatches * (forward + backward) / speed
 
 
-def roof_tokens_per_second(shape: StepShape, tokens: float) -> float:
-    """What all workers together could do with forward, recompute and backward of the model and nothing else to do.
-
-    ``tokens``: real ones of a microbatch. By the same layer times as ``predict``; a plan whose forward keeps more
-    recomputes less, and so does a fused stage: a run may be above it.
-    """
-    *others, head = shape.loads  # of the head one time is all of it
-    seconds = head.backward + head.recompute
-    seconds += sum(load.forward + load.backward + load.recompute for load in others)
-    return _speed(shape) * tokens / seconds
-
-
-def _speed(shape: StepShape) -> float:
-    """Of all workers, over that of the one that the times of layers are of."""
-    return sum(shape.speeds) if shape.speeds is not None else shape.num_workers
-
-
 def even_seconds(plan: Plan, shape: StepShape) -> float:
     """What a step takes if nothing but compute takes time and all workers are busy until its end."""
     loads = shape.loads
@@ -104,4 +87,5 @@ def even_seconds(plan: Plan, shape: StepShape) -> float:
 
     microbatch = work(plan.forward, False) + work(plan.backward, True)
     slots = plan.num_slots * shape.slot_seconds
-    return shape.rounds * (plan.num_microbatches * microbatch / _speed(shape) + slots / shape.num_workers)
+    speed = sum(shape.speeds) if shape.speeds is not None else shape.num_workers
+    return shape.rounds * (plan.num_microbatches * microbatch / speed + slots / shape.num_workers)

@@ -43,6 +43,8 @@ class Rates:
     """Workers whose links meet in one switch."""
     switch_share: float = 0.0
     """A link's bytes a second over those of its switch; 0 where the switch carries all its links at once."""
+    update_bytes: float = 26.0
+    """Memory traffic for a parameter's update; the default is with float32 moments."""
     moments: float = np.inf
     """Parameters whose moments the disk reads and writes back; without end where they lie in RAM."""
 

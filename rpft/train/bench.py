@@ -65,7 +65,7 @@ class Measured:
     """Steps without an update, since a gradient was not finite: they are too fast."""
     on_cuda: bool
     roof_tokens_per_second: float
-    """Of all workers, by the measured layers; see ``rpft.plan.predict.roof_tokens_per_second``."""
+    """Of all workers, by the measured layers; see ``rpft.plan.predict.roof_seconds``."""
     losses: list[float] = field(default_factory=list)
     """Of the first steps, where they were asked for: see ``compared_losses``."""
 
@@ -197,9 +197,8 @@ def measure(
     afterwards; the moments are not. ``prepared`` must have been measured, so that there is a prediction.
     ``losses``: of the steps that ``store`` has had.
     """
-    prediction, roof = prepared.prediction(), prepared.roof_tokens_per_second()
+    prediction = prepared.prediction()
     assert prediction is not None
-    assert roof is not None
     bench = _Bench(_barely_learning(prepared), store, num_steps, len(losses))
     with _running(bench.machinery, bench.failure):
         bench.window()
@@ -231,7 +230,7 @@ def measure(
         ram_bill_bytes=prepared.bill.host,
         skipped_steps=bench.skipped,
         on_cuda=prepared.devices[0].torch_device.type == "cuda",
-        roof_tokens_per_second=roof,
+        roof_tokens_per_second=prediction.roof_tokens_per_second,
         losses=list(losses),
     )
 

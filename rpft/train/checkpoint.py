@@ -282,14 +282,16 @@ def _entries(
     layer: HostLayer | None = None,
     moments: Moments | None = None,
 ) -> Iterator[TensorEntry]:
-    """What the file of ``layer`` and its ``moments`` holds. Without these entries are good for sizes only."""
+    """What the file of ``layer`` holds. Without it entries are good for sizes only. ``moments``: not its own."""
 
     def read(kind: str, offset: int, first: int, stop: int) -> torch.Tensor:
         assert layer is not None
         first, stop = offset + first, offset + stop
         if kind == "master":
             return layer.master_values(first, stop)
-        return layer.lagging[first:stop] if kind == "working" else layer.state_part(kind, first, stop)
+        if kind == "working":
+            return layer.lagging[first:stop]
+        return layer.state_part(kind, first, stop) if moments is None else getattr(moments, kind)[first:stop]
 
     for name, (spec, byte_offset) in layout.own.items():
         if not spec.trained:
@@ -314,7 +316,7 @@ def write_layer(
 ) -> FileRecord:
     """Writes masters and moments of ``layer``, ``lagging`` its working weights too. ``go_on``: see write_shard."""
     held = store.layers[layer]
-    entries = _entries(held.layout, lagging, store.state_format, held, held.moments)
+    entries = _entries(held.layout, lagging, store.state_format, held)
     return write_shard(path, list(entries), go_on)
 
 
@@ -336,8 +338,9 @@ def restore(path: Path, store: HostStore, lagging: bool) -> None:
             found = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
             shapes = {name: tuple(tensor.get_shape()) for name, tensor in found.items()}
             dtypes = {tensor.get_dtype() for name, tensor in found.items() if name.startswith("exp_avg.")}
-            moments = _moments_for(layer, _FORMATS[next(iter(dtypes), "F32")], file)
-            for entry in _entries(layer.layout, lagging, moments.format, layer, moments):
+            state_format = _FORMATS[next(iter(dtypes), "F32")]
+            moments = _moments_for(layer, state_format, file)
+            for entry in _entries(layer.layout, lagging, state_format, layer, moments):
                 if shapes.get(entry.name) != entry.shape:
                     raise UserError(
                         f"{file}: {entry.name} is {shapes.get(entry.name)}, and the model now has {entry.shape}"
@@ -348,5 +351,26 @@ def restore(path: Path, store: HostStore, lagging: bool) -> None:
                     store.write(name, value)
                 elif kind == "working":
                     store.lagging_tensor(name).copy_(value)
-                else:
+                elif moments is None:
                     store.write_state(name, kind, value)
+                else:
+                    entry.read(0, entry.num_elements).copy_(value.flatten())
+        if moments is not None:
+            for kind, values in zip(("exp_avg", "exp_avg_sq"), moments.read(), strict=True):
+                layer.write_state(kind, 0, values)
+
+
+def _moments_for(layer: HostLayer, state_format: StateFormat, file: Path) -> Moments | None:
+    """As many as ``layer`` has of another ``state_format``, to become the layer's; None where it is the same.
+
+    UserError where they would be rounded.
+    """
+    if state_format == layer.state_format:
+        return None
+    if layer.state_format != "fp32":
+        raise UserError(
+            f"{file}: its moments are {state_format}, and optimizer.state is {layer.state_format}, which would"
+            f" round them: set optimizer.state to {state_format}, or to fp32, which takes them over as they are"
+        )
+    count = layer.layout.num_trained
+    return moments_in(zeroed_pages(moments_bytes(state_format, count)), state_format, count)

@@ -69,7 +69,7 @@ class Job:
     @property
     def state_format(self) -> StateFormat:
         """Of the moments."""
-        return "fp32"
+        return self.recipe.optimizer.state
 
     @property
     def offload(self) -> Path | None:

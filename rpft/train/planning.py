@@ -16,7 +16,7 @@ from rpft.plan.compare import Workbook
 from rpft.plan.costs import measured_costs
 from rpft.plan.machine import Machine, datasheet_profiles
 from rpft.plan.plan import Plan
-from rpft.plan.predict import Prediction, predict, roof_tokens_per_second
+from rpft.plan.predict import Prediction, predict
 from rpft.plan.profile import LayerProfile
 from rpft.plan.profile_file import Profile
 from rpft.plan.simulate import ASSUMED_RATES, Rates, StepShape, step_seconds
@@ -224,16 +224,6 @@ class Planned(Job):
         usual = self.usual_step()
         return None if usual is None else predict(usual.plan, usual.shape, self.rates, usual.tokens)
 
-    def roof_tokens_per_second(self) -> float | None:
-        """What the workers could do at most with these layers, on lines as long as on average, without padding.
-
-        See ``rpft.plan.predict``; None where nothing is known.
-        """
-        usual = self.usual_step()
-        if usual is None:
-            return None
-        return roof_tokens_per_second(usual.shape, usual.tokens / self.recipe.train.gradient_accumulation_steps)
-
     def usual_step(self) -> UsualStep | None:
         """A step with lines as long as the data's are on average; None where nothing is known."""
         if self.profiles is None:
@@ -429,7 +419,7 @@ def plan_for_machine(recipe: Recipe, machine: Machine, name: str) -> Planned:
         vram_bytes=min(machine.vram_bytes, recipe.engine.vram_limit or machine.vram_bytes),
         ram_bytes=recipe.engine.ram_limit or machine.ram_bytes,
         disk_bytes=None,
-        rates=machine.rates,
+        rates=machine.rates_with(recipe.optimizer.state),
         turnover_rate=machine.host.disk_gbps and machine.host.disk_gbps * 1e9,
         speeds=None if speeds is None else tuple(speeds),
     )

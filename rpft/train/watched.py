@@ -64,8 +64,8 @@ class Watched:
         self.predicted_rate = None if prediction is None else prediction.tokens_per_second
         self.predicted_seconds = None if prediction is None else prediction.step_seconds
         """Of a step."""
-        self.roof_rate = prepared.roof_tokens_per_second()
-        """What the workers could do with these layers and nothing else to do; None where nothing was measured."""
+        self.roof_rate = None if prediction is None else prediction.roof_tokens_per_second
+        """Tokens a second of the same layers resident on every worker."""
         self.worker_word = "GPU" if prepared.target.page_locks else "worker"
         padded, _ = prepared.mean_step()
         self.flops_per_token = model_flops(prepared.layouts, prepared.skeleton, padded / prepared.rows)

@@ -26,7 +26,6 @@ def make_store(prepared: Prepared, frozen_file: FrozenFile | None = None) -> Hos
         two_copies=prepared.delayed,
         whole_masters=prepared.target.whole_masters,
         gradient_dtype=prepared.gradient_dtype,
-        state_format=prepared.recipe.optimizer.state,
         frozen_file=frozen_file,
         state_format=prepared.state_format,
         moments_file=offload and MomentsFile(offload, prepared.layouts, prepared.state_format),

@@ -31,6 +31,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("llama", {}),
     "full, tied, bfloat16": ("qwen3", {"dtype": torch.bfloat16}),
     "full, tied, bfloat16, delayed": ("qwen3", {"dtype": torch.bfloat16, "update_lag": 1}),
+    "bf16 moments": ("qwen3", {"dtype": torch.bfloat16, "state": "bf16"}),
+    "8bit moments, delayed": ("qwen3", {"dtype": torch.bfloat16, "state": "8bit", "update_lag": 1}),
     "LoRA": ("llama", {"lora": LORA}),
     "LoRA, delayed": ("llama", {"lora": LORA, "update_lag": 1}),
 }

@@ -87,7 +87,7 @@ def picked_by(loaded: Loaded, hidden: torch.Tensor, monkeypatch: pytest.MonkeyPa
 
 
 def arguments(loaded: Loaded) -> tuple[Any, Any]:
-    # `data`: as on a worker, a module that sets a weight to itself (peft does) must not count as writing the others.
+    # `data`: as on a worker, a module that sets a weight to itself (peft does) must not count as writing others.
     weights = {name: weight.data for name, weight in loaded.store.layer_weights(LAYER).items()}
     return weights, batch_of(random_ids(ROWS, SEQUENCE))
 

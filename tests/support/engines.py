@@ -146,6 +146,7 @@ def run_engine(
     state: StateFormat = "fp32",
     quantize: QuantKind | None = None,
     frozen_in: Path | None = None,
+    moments_in: Path | None = None,
     router_loss: float = 0.0,
 ) -> Outcome:
     """Trains the checkpoint in ``folder`` for ``steps`` steps; raises the engine's fault, if any.
@@ -169,7 +170,7 @@ def run_engine(
         gradient_dtype=gradient_dtype,
         state_format=state,
         frozen_file=None if frozen_in is None else FrozenFile(frozen_in, layouts, checkpoint.files()),
-        moments_file=None if moments_in is None else MomentsFile(moments_in, layouts, "fp32"),
+        moments_file=None if moments_in is None else MomentsFile(moments_in, layouts, state),
     )
     load_checkpoint(checkpoint, skeleton, store)
     if lora is not None:

@@ -12,9 +12,6 @@ from support.recipes import run_rpft
 
 from rpft.console.bench_chart import bench_chart
 from rpft.peers import PEERS
-from rpft.plan.costs import LayerLoad
-from rpft.plan.predict import roof_tokens_per_second
-from rpft.plan.simulate import StepShape
 from rpft.recipe.load import load_recipe
 from rpft.train import bench_workers
 from rpft.train.bench import Measured
@@ -202,13 +199,6 @@ def test_the_picture_of_one_number_of_workers_has_one_tick():
     ticks = [e.text for e in xml.fromstring(text).iter("{http://www.w3.org/2000/svg}text")]
     assert "1" in ticks
     assert not any(re.fullmatch(r"[01]\.\d+", tick or "") for tick in ticks)
-
-
-def test_the_roof_is_all_of_forward_recompute_and_backward_and_of_the_head_what_it_takes_once():
-    loads = [LayerLoad(1.0, 2.0), LayerLoad(1.0, 2.0, recompute=0.5), LayerLoad(9.0, 3.5)]
-    shape = StepShape(loads, 100, 0, num_workers=2, rounds=1, delayed=False)
-    assert roof_tokens_per_second(shape, 100) == 20.0
-    assert roof_tokens_per_second(replace(shape, speeds=(1.0, 0.5)), 100) == 15.0
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ KINDS = {
     "full": {},
     "bfloat16, delayed": {"model": {"dtype": "bfloat16"}, "optimizer": {"update": "delayed"}},
     "LoRA": {"adapter": {"r": 4, "dropout": 0.2}},
+    "bf16 moments": {"optimizer": {"state": "bf16"}},
+    "8bit moments": {"optimizer": {"state": "8bit"}},
 }
 EVERY = "checkpoint.every_steps=1"
 
@@ -54,7 +56,12 @@ def saved(outcome, step=4):
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
-@pytest.mark.parametrize("kind", ["full", "bfloat16, delayed", pytest.param("LoRA", marks=pytest.mark.slow)])
+SLOW = {"LoRA", "bf16 moments"}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in SLOW else kind for kind in KINDS]
+)
 def test_numbers_results_and_checkpoints_are_those_of_ram_to_the_byte(kind, in_ram):
     made, expected = in_ram(kind)
     before = sorted(os.listdir(made.folder))
