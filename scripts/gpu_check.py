@@ -240,8 +240,10 @@ class Check:
 
     def run_tests(self) -> bool:
         """The gpu-marked tests; whether they pass. A failure's report is printed."""
-        words = "-m pytest -m gpu tests/gpu -q --maxfail=5 --tb=short --no-header --durations=8"
+        # A line a test, so that failures have names even if the tests are ended.
+        words = "-m pytest -m gpu tests/gpu -v --maxfail=5 --tb=short --no-header --durations=8"
         code, lines = run(words.split(), self.log, TESTS_SECONDS)
+        lines = [line for line in lines if " PASSED" not in line]
         self.tests = f"ended after {TESTS_SECONDS} s" if code is None else (lines or ["no output"])[-1]
         print("\n".join(lines[-60:] if code != 0 else lines[-12:]), flush=True)
         return code == 0
