@@ -28,7 +28,12 @@ from rich.console import Console
 
 from rpft.console.live import LiveReporter
 from rpft.engine.tracer import Recorder
-from rpft.recipe.schema import Checkpoint, Data, Engine, Model, Recipe, Train
+from rpft.recipe.schema import Recipe
+from rpft.recipe.sections.checkpoint import Checkpoint
+from rpft.recipe.sections.data import Data
+from rpft.recipe.sections.engine import Engine
+from rpft.recipe.sections.model import Model
+from rpft.recipe.sections.train import Train
 from rpft.train.loop import Trainer
 from rpft.train.metrics import EvalRecord, StepRecord
 from rpft.train.prepare import prepare

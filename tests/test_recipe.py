@@ -10,8 +10,9 @@ from rpft.errors import UserError
 from rpft.recipe.dump import dump_recipe
 from rpft.recipe.keys import dotted, fields_in
 from rpft.recipe.load import load_recipe
-from rpft.recipe.schema import Recipe, Source
+from rpft.recipe.schema import Recipe
 from rpft.recipe.schema_text import schema_text
+from rpft.recipe.sections.data import Source
 from rpft.recipe.sizes import parse_bytes
 from rpft.recipe.yaml_tree import MAX_ALIASED_NODES, MAX_DEPTH
 

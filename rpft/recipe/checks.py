@@ -1,12 +1,16 @@
-"""What must hold between keys of a recipe; what holds for one key alone stands in the schema."""
+"""What must hold between keys of a recipe; what holds for one key alone stands in its section."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from rpft.recipe.schema import Adapter, Checkpoint, Data, Engine, Model, Train
+from rpft.recipe.sections.adapter import Adapter
+from rpft.recipe.sections.checkpoint import Checkpoint
+from rpft.recipe.sections.data import Data
+from rpft.recipe.sections.engine import Engine
+from rpft.recipe.sections.model import Model
+from rpft.recipe.sections.train import Train
 
 
 class Conflict(NamedTuple):

@@ -33,7 +33,9 @@ from rpft.model.host_store import HostLayer, HostStore
 from rpft.model.layout import LayerLayout
 from rpft.model.moments import Moments, StateFormat, moments_bytes, moments_in, stored_parts
 from rpft.model.pages import zeroed_pages
-from rpft.recipe.schema import Adapter, Model, Optimizer
+from rpft.recipe.sections.adapter import Adapter
+from rpft.recipe.sections.model import Model
+from rpft.recipe.sections.optimizer import Optimizer
 from rpft.train.shards import FileRecord, TensorEntry, file_record, shard_bytes, write_shard
 
 logger = logging.getLogger(__name__)

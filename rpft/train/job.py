@@ -26,7 +26,8 @@ from rpft.plan.choose import model_shape
 from rpft.plan.partition import choose_num_microbatches
 from rpft.plan.plan import Plan, read_about, read_plan
 from rpft.plan.profile import LayerProfile
-from rpft.recipe.schema import Adapter, Recipe
+from rpft.recipe.schema import Recipe
+from rpft.recipe.sections.adapter import Adapter
 from rpft.train.kernels import KernelChoice, choose_gradient_dtype
 from rpft.train.rows import PAD_TO_MULTIPLE, RunData, load_data
 

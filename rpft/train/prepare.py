@@ -17,7 +17,8 @@ from rpft.plan.bill import available_host_bytes
 from rpft.plan.disk_rate import disk_rate, turnover_rate
 from rpft.plan.profile_file import Profile
 from rpft.plan.simulate import ASSUMED_RATES
-from rpft.recipe.schema import Engine, Recipe
+from rpft.recipe.schema import Recipe
+from rpft.recipe.sections.engine import Engine
 from rpft.train.dividing import plan_rows
 from rpft.train.job import Job, read_job
 from rpft.train.kernels import choose_kernels
