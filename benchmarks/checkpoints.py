@@ -33,7 +33,8 @@ from throughput import Model, Run, add_model_arguments
 
 from rpft.model.host_store import HostLayer
 from rpft.plan.bill import gib
-from rpft.train.checkpoint import CheckpointFolder, TrainState, read_state, restore
+from rpft.train.checkpoint import CheckpointFolder, TrainState, read_state
+from rpft.train.checkpoint_layers import restore
 from rpft.train.flight import Flight
 from rpft.train.saver import SaveReport
 

@@ -1,14 +1,13 @@
-"""Training checkpoints on disk: what is in one, which are whole, which may go.
+"""Training checkpoints on disk: the folder of each, which are whole, which may go.
 
-    OUTPUT_DIR/checkpoints/step-00000020/layer-00003.safetensors    master.NAME, exp_avg.NAME, exp_avg_sq.NAME;
-                                                                    with 8 bits exp_avg_scale.NAME and its like
+    OUTPUT_DIR/checkpoints/step-00000020/layer-00003.safetensors    masters and moments (checkpoint_layers.py)
                                         /state.json                 step, counters, what the run is; size and
                                                                     SHA-256 of every file, and of itself
 
 A checkpoint is written under another name, synced, and renamed when it is whole. Frozen weights are not in it:
-they come from the model's own checkpoint. Working weights are their masters, rounded, and are in it (working.NAME)
-only where updates are delayed and they lag behind. Random streams are functions of the seed and the step, as is
-the order of the rows, so that the step is all that is kept of them.
+they come from the model's own checkpoint. Working weights are their masters, rounded, and are in it only where
+updates are delayed and they lag behind. Random streams are functions of the seed and the step, as is the order of
+the rows, so that the step is all that is kept of them.
 """
 
 from __future__ import annotations
@@ -17,26 +16,21 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
-
 from rpft import files
 from rpft.errors import UserError
-from rpft.model.host_store import HostLayer, HostStore
 from rpft.model.layout import LayerLayout
-from rpft.model.moments import Moments, StateFormat, moments_bytes, moments_in, stored_parts
-from rpft.model.pages import zeroed_pages
+from rpft.model.moments import StateFormat
 from rpft.recipe.sections.adapter import Adapter
 from rpft.recipe.sections.model import Model
 from rpft.recipe.sections.optimizer import Optimizer
-from rpft.train.shards import FileRecord, TensorEntry, file_record, shard_bytes, write_shard
+from rpft.train.checkpoint_layers import LAYER_FILE, layer_file, layer_file_bytes
+from rpft.train.shards import FileRecord, file_record
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +42,7 @@ _STATE = "state.json"
 _STATE_BYTES = 64 << 10
 """More than state.json takes, beside its line a layer."""
 _MOST_STATE_BYTES = 64 << 20
-_FILE = re.compile(r"layer-\d{5}\.safetensors")
 _READING_THREADS = 4
-_FORMATS: dict[str, StateFormat] = {"F32": "fp32", "BF16": "bf16", "U8": "8bit"}
-"""Of moments, by what safetensors calls their type."""
 
 
 class _Torn(Exception):
@@ -104,7 +95,7 @@ class CheckpointFolder:
         records = {}
         for layout in layouts:
             if layout.num_trained:
-                name = _layer_file(layout.layer)
+                name = layer_file(layout.layer)
                 records[name] = write_layer(layout.layer, fresh / name)
         for name in records:
             files.sync(fresh / name)
@@ -178,8 +169,10 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _layer_file(layer: int) -> str:
-    return f"layer-{layer:05d}.safetensors"
+def checkpoint_bytes(layouts: list[LayerLayout], lagging: bool, state_format: StateFormat = "fp32") -> int:
+    """Bytes that a checkpoint takes on the disk, rounded up a little."""
+    trained = [layout for layout in layouts if layout.num_trained]
+    return sum(layer_file_bytes(layout, lagging, state_format) for layout in trained) + _STATE_BYTES
 
 
 # -- state.json --------------------------------------------------------------------------------------------
@@ -240,7 +233,7 @@ def fault(path: Path, deep: bool = True) -> str | None:
     try:
         _, records = _read_manifest(path)
         for name, record in records.items():
-            if not _FILE.fullmatch(name):
+            if not LAYER_FILE.fullmatch(name):
                 return f"it names a file {name!r}"
             if (path / name).stat().st_size != record.num_bytes:
                 return f"{name} has another size than was written"
@@ -272,107 +265,3 @@ def read_state(path: Path) -> TrainState:
         return _read_manifest(path)[0]
     except _Torn as torn:
         raise UserError(f"{path}: not a whole checkpoint ({torn})") from torn
-
-
-# -- tensors -----------------------------------------------------------------------------------------------
-
-
-def _entries(
-    layout: LayerLayout,
-    lagging: bool,
-    state_format: StateFormat,
-    layer: HostLayer | None = None,
-    moments: Moments | None = None,
-) -> Iterator[TensorEntry]:
-    """What the file of ``layer`` holds. Without it entries are good for sizes only. ``moments``: not its own."""
-
-    def read(kind: str, offset: int, first: int, stop: int) -> torch.Tensor:
-        assert layer is not None
-        first, stop = offset + first, offset + stop
-        if kind == "master":
-            return layer.master_values(first, stop)
-        if kind == "working":
-            return layer.lagging[first:stop]
-        return layer.state_part(kind, first, stop) if moments is None else getattr(moments, kind)[first:stop]
-
-    for name, (spec, byte_offset) in layout.own.items():
-        if not spec.trained:
-            continue
-        offset = byte_offset // spec.dtype.itemsize
-        yield TensorEntry(f"master.{name}", torch.float32, spec.shape, partial(read, "master", offset))
-        for kind, dtype, block in stored_parts(state_format):
-            shape = spec.shape if block == 1 else (-(-spec.num_elements // block),)
-            yield TensorEntry(f"{kind}.{name}", dtype, shape, partial(read, kind, offset // block))
-        if lagging:
-            yield TensorEntry(f"working.{name}", spec.dtype, spec.shape, partial(read, "working", offset))
-
-
-def checkpoint_bytes(layouts: list[LayerLayout], lagging: bool, state_format: StateFormat = "fp32") -> int:
-    """Bytes that a checkpoint takes on the disk, rounded up a little."""
-    shards = [list(_entries(layout, lagging, state_format)) for layout in layouts if layout.num_trained]
-    return sum(shard_bytes(shard) + 4096 for shard in shards) + _STATE_BYTES
-
-
-def write_layer(
-    store: HostStore, lagging: bool, layer: int, path: Path, go_on: Callable[[int], None]
-) -> FileRecord:
-    """Writes masters and moments of ``layer``, ``lagging`` its working weights too. ``go_on``: see write_shard."""
-    held = store.layers[layer]
-    entries = _entries(held.layout, lagging, store.state_format, held)
-    return write_shard(path, list(entries), go_on)
-
-
-def master_place(path: Path, layer: int, name: str) -> tuple[Path, str]:
-    """(file, name in it) of the master of tensor ``name`` of ``layer`` in the checkpoint ``path``."""
-    return path / _layer_file(layer), f"master.{name}"
-
-
-def restore(path: Path, store: HostStore, lagging: bool) -> None:
-    """Fills masters, moments and working weights of ``store``; UserError for tensors of another shape.
-
-    Moments of another format are taken over where that is exact: into float32.
-    """
-    for layer in store.layers:
-        if not layer.layout.num_trained:
-            continue
-        file = path / _layer_file(layer.layout.layer)
-        with safe_open(file, framework="pt") as handle:
-            found = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
-            shapes = {name: tuple(tensor.get_shape()) for name, tensor in found.items()}
-            dtypes = {tensor.get_dtype() for name, tensor in found.items() if name.startswith("exp_avg.")}
-            state_format = _FORMATS[next(iter(dtypes), "F32")]
-            moments = _moments_for(layer, state_format, file)
-            for entry in _entries(layer.layout, lagging, state_format, layer, moments):
-                if shapes.get(entry.name) != entry.shape:
-                    raise UserError(
-                        f"{file}: {entry.name} is {shapes.get(entry.name)}, and the model now has {entry.shape}"
-                    )
-                kind, _, name = entry.name.partition(".")
-                value = handle.get_tensor(entry.name)
-                if kind == "master":
-                    store.write(name, value)
-                elif kind == "working":
-                    store.lagging_tensor(name).copy_(value)
-                elif moments is None:
-                    store.write_state(name, kind, value)
-                else:
-                    entry.read(0, entry.num_elements).copy_(value.flatten())
-        if moments is not None:
-            for kind, values in zip(("exp_avg", "exp_avg_sq"), moments.read(), strict=True):
-                layer.write_state(kind, 0, values)
-
-
-def _moments_for(layer: HostLayer, state_format: StateFormat, file: Path) -> Moments | None:
-    """As many as ``layer`` has of another ``state_format``, to become the layer's; None where it is the same.
-
-    UserError where they would be rounded.
-    """
-    if state_format == layer.state_format:
-        return None
-    if layer.state_format != "fp32":
-        raise UserError(
-            f"{file}: its moments are {state_format}, and optimizer.state is {layer.state_format}, which would"
-            f" round them: set optimizer.state to {state_format}, or to fp32, which takes them over as they are"
-        )
-    count = layer.layout.num_trained
-    return moments_in(zeroed_pages(moments_bytes(state_format, count)), state_format, count)

@@ -23,7 +23,8 @@ from rpft.model.frozen_file import frozen_files
 from rpft.model.save import save_result
 from rpft.optim.host_optimizer import UpdateResult
 from rpft.plan.bill import gib
-from rpft.train.checkpoint import TrainState, read_state, restore
+from rpft.train.checkpoint import TrainState, read_state
+from rpft.train.checkpoint_layers import restore
 from rpft.train.faults import LOSS_SPIKE, keep_batches, not_finite, too_many_spikes
 from rpft.train.flight import Flight, to_host_batch
 from rpft.train.interrupts import Interrupted, Interrupts, StoppedAtOnce

@@ -18,7 +18,8 @@ from rpft.model.adapters import names_in_file
 from rpft.model.layout import LayerLayout
 from rpft.recipe.load import load_recipe
 from rpft.recipe.schema import Recipe
-from rpft.train.checkpoint import CheckpointFolder, TrainState, check_whole, master_place, read_state
+from rpft.train.checkpoint import CheckpointFolder, TrainState, check_whole, read_state
+from rpft.train.checkpoint_layers import master_place
 from rpft.train.metrics import MetricsFile
 from rpft.train.resume import result_folder
 from rpft.train.rows import data_settings, load_tokenizer, use_template

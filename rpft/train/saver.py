@@ -22,7 +22,8 @@ from rpft.engine.failure import POLL_SECONDS, Cancelled, Failure
 from rpft.engine.streams import EngineThread
 from rpft.model.host_store import HostStore
 from rpft.plan.bill import gib
-from rpft.train.checkpoint import CheckpointFolder, TrainState, checkpoint_bytes, write_layer
+from rpft.train.checkpoint import CheckpointFolder, TrainState, checkpoint_bytes
+from rpft.train.checkpoint_layers import write_layer
 from rpft.train.shards import FileRecord
 
 

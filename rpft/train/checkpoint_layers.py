@@ -1,0 +1,132 @@
+"""The file of a layer in a training checkpoint: what it holds, its writing, and the host store filled from it.
+
+For each trained tensor NAME it holds master.NAME, exp_avg.NAME and exp_avg_sq.NAME (with 8 bits exp_avg_scale.NAME
+and its like), and working.NAME where working weights lag behind their masters. Whether a file is whole is known to
+checkpoint.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from rpft.errors import UserError
+from rpft.model.host_store import HostLayer, HostStore
+from rpft.model.layout import LayerLayout
+from rpft.model.moments import Moments, StateFormat, moments_bytes, moments_in, stored_parts
+from rpft.model.pages import zeroed_pages
+from rpft.train.shards import FileRecord, TensorEntry, shard_bytes, write_shard
+
+LAYER_FILE = re.compile(r"layer-\d{5}\.safetensors")
+_FORMATS: dict[str, StateFormat] = {"F32": "fp32", "BF16": "bf16", "U8": "8bit"}
+"""Of moments, by what safetensors calls their type."""
+
+
+def layer_file(layer: int) -> str:
+    """The name of a layer's file."""
+    return f"layer-{layer:05d}.safetensors"
+
+
+def _entries(
+    layout: LayerLayout,
+    lagging: bool,
+    state_format: StateFormat,
+    layer: HostLayer | None = None,
+    moments: Moments | None = None,
+) -> Iterator[TensorEntry]:
+    """What the file of ``layer`` holds. Without it entries are good for sizes only. ``moments``: not its own."""
+
+    def read(kind: str, offset: int, first: int, stop: int) -> torch.Tensor:
+        assert layer is not None
+        first, stop = offset + first, offset + stop
+        if kind == "master":
+            return layer.master_values(first, stop)
+        if kind == "working":
+            return layer.lagging[first:stop]
+        return layer.state_part(kind, first, stop) if moments is None else getattr(moments, kind)[first:stop]
+
+    for name, (spec, byte_offset) in layout.own.items():
+        if not spec.trained:
+            continue
+        offset = byte_offset // spec.dtype.itemsize
+        yield TensorEntry(f"master.{name}", torch.float32, spec.shape, partial(read, "master", offset))
+        for kind, dtype, block in stored_parts(state_format):
+            shape = spec.shape if block == 1 else (-(-spec.num_elements // block),)
+            yield TensorEntry(f"{kind}.{name}", dtype, shape, partial(read, kind, offset // block))
+        if lagging:
+            yield TensorEntry(f"working.{name}", spec.dtype, spec.shape, partial(read, "working", offset))
+
+
+def layer_file_bytes(layout: LayerLayout, lagging: bool, state_format: StateFormat) -> int:
+    """Bytes that the file of a layer takes on the disk, rounded up a little."""
+    return shard_bytes(list(_entries(layout, lagging, state_format))) + 4096
+
+
+def write_layer(
+    store: HostStore, lagging: bool, layer: int, path: Path, go_on: Callable[[int], None]
+) -> FileRecord:
+    """Writes masters and moments of ``layer``, ``lagging`` its working weights too. ``go_on``: see write_shard."""
+    held = store.layers[layer]
+    entries = _entries(held.layout, lagging, store.state_format, held)
+    return write_shard(path, list(entries), go_on)
+
+
+def master_place(path: Path, layer: int, name: str) -> tuple[Path, str]:
+    """(file, name in it) of the master of tensor ``name`` of ``layer`` in the checkpoint ``path``."""
+    return path / layer_file(layer), f"master.{name}"
+
+
+def restore(path: Path, store: HostStore, lagging: bool) -> None:
+    """Fills masters, moments and working weights of ``store``; UserError for tensors of another shape.
+
+    Moments of another format are taken over where that is exact: into float32.
+    """
+    for layer in store.layers:
+        if not layer.layout.num_trained:
+            continue
+        file = path / layer_file(layer.layout.layer)
+        with safe_open(file, framework="pt") as handle:
+            found = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
+            shapes = {name: tuple(tensor.get_shape()) for name, tensor in found.items()}
+            dtypes = {tensor.get_dtype() for name, tensor in found.items() if name.startswith("exp_avg.")}
+            state_format = _FORMATS[next(iter(dtypes), "F32")]
+            moments = _moments_for(layer, state_format, file)
+            for entry in _entries(layer.layout, lagging, state_format, layer, moments):
+                if shapes.get(entry.name) != entry.shape:
+                    raise UserError(
+                        f"{file}: {entry.name} is {shapes.get(entry.name)}, and the model now has {entry.shape}"
+                    )
+                kind, _, name = entry.name.partition(".")
+                value = handle.get_tensor(entry.name)
+                if kind == "master":
+                    store.write(name, value)
+                elif kind == "working":
+                    store.lagging_tensor(name).copy_(value)
+                elif moments is None:
+                    store.write_state(name, kind, value)
+                else:
+                    entry.read(0, entry.num_elements).copy_(value.flatten())
+        if moments is not None:
+            for kind, values in zip(("exp_avg", "exp_avg_sq"), moments.read(), strict=True):
+                layer.write_state(kind, 0, values)
+
+
+def _moments_for(layer: HostLayer, state_format: StateFormat, file: Path) -> Moments | None:
+    """As many as ``layer`` has of another ``state_format``, to become the layer's; None where it is the same.
+
+    UserError where they would be rounded.
+    """
+    if state_format == layer.state_format:
+        return None
+    if layer.state_format != "fp32":
+        raise UserError(
+            f"{file}: its moments are {state_format}, and optimizer.state is {layer.state_format}, which would"
+            f" round them: set optimizer.state to {state_format}, or to fp32, which takes them over as they are"
+        )
+    count = layer.layout.num_trained
+    return moments_in(zeroed_pages(moments_bytes(state_format, count)), state_format, count)
