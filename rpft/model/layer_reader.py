@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from rpft.errors import UserError
-from rpft.model.checkpoint import Checkpoint, ReadTensors, plan_reads
+from rpft.model.checkpoint import Checkpoint
+from rpft.model.checkpoint_reads import ReadTensors, plan_reads
 from rpft.model.layout import LayerLayout
 from rpft.model.skeleton import Skeleton
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rpft.model.adapters import initialise_lora
-from rpft.model.checkpoint import load_checkpoint
 from rpft.model.frozen_file import FrozenFile
 from rpft.model.host_store import HostStore
+from rpft.model.load import load_checkpoint
 from rpft.model.moments_file import MomentsFile
 from rpft.model.verify import verify_head
 from rpft.train.prepare import Prepared

@@ -97,7 +97,7 @@ def test_it_reads_what_the_plan_says_and_takes_two_stages_of_ram(resident, check
 def test_a_second_store_reads_the_file_and_not_the_checkpoint(checkpoint, tmp_path, monkeypatch):
     settings: dict[str, Any] = {"lora": LORA, "steps": 1, "quantize": "nf4", "frozen_in": tmp_path}
     first = run_engine(checkpoint("llama"), PLAN, **settings)
-    monkeypatch.setattr("rpft.model.checkpoint.plan_reads", None)
+    monkeypatch.setattr("rpft.model.load.plan_reads", None)
     assert run_engine(checkpoint("llama"), PLAN, **settings).differences(first) == []
 
 

@@ -20,9 +20,10 @@ from torch import nn
 from rpft.engine.cpu import CpuDevice
 from rpft.errors import UserError
 from rpft.model.adapters import LoraSettings, initialise_lora
-from rpft.model.checkpoint import Checkpoint, load_checkpoint
+from rpft.model.checkpoint import Checkpoint
 from rpft.model.host_store import HostStore
 from rpft.model.layers import build_layers
+from rpft.model.load import load_checkpoint
 from rpft.model.quant import BLOCK, PackedWeight, QuantKind
 from rpft.model.quant_choice import quantize_base
 from rpft.model.quant_weight import open_weights

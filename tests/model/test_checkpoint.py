@@ -16,12 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.models import FAMILIES, load, skeleton_of, tiny_checkpoint, tiny_model
 
-import rpft.model.checkpoint
+import rpft.model.load
 from rpft.errors import UserError
 from rpft.model.adapters import LoraSettings, inject_lora
-from rpft.model.checkpoint import Checkpoint, load_checkpoint, read_config, resolve_checkpoint
+from rpft.model.checkpoint import Checkpoint, read_config, resolve_checkpoint
 from rpft.model.host_store import HostStore
 from rpft.model.layers import build_layers
+from rpft.model.load import load_checkpoint
 from rpft.model.quant_choice import quantize_base
 
 SINGLE = "model.safetensors"
@@ -247,7 +248,7 @@ def test_of_two_faults_the_first_in_order_is_raised_though_the_other_comes_first
     order = [name for name in Checkpoint(tmp_path).names() if name in names]
     change_tensors(tmp_path, **{order[0]: torch.ones(63), order[1]: torch.ones(63)})
     other_failed = threading.Event()
-    store_tensors = rpft.model.checkpoint._store_tensors
+    store_tensors = rpft.model.load._store_tensors
 
     def in_reverse(*arguments: Any) -> list[str]:
         try:
@@ -258,7 +259,7 @@ def test_of_two_faults_the_first_in_order_is_raised_though_the_other_comes_first
             other_failed.set()
             raise
 
-    monkeypatch.setattr("rpft.model.checkpoint._store_tensors", in_reverse)
+    monkeypatch.setattr("rpft.model.load._store_tensors", in_reverse)
     with pytest.raises(UserError, match=f"tensor {order[0]} has shape"):
         store_read_by(8, tmp_path)
     assert other_failed.is_set()

@@ -12,9 +12,10 @@ from support.models import Loaded, tiny_checkpoint, tiny_config
 from transformers import AutoModelForCausalLM
 
 from rpft.errors import UserError
-from rpft.model.checkpoint import Checkpoint, load_checkpoint, read_config
+from rpft.model.checkpoint import Checkpoint, read_config
 from rpft.model.host_store import HostStore
 from rpft.model.layers import build_layers
+from rpft.model.load import load_checkpoint
 from rpft.model.positions import can_be_scaled, scale_positions
 from rpft.model.skeleton import build_model, cut
 

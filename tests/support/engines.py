@@ -18,12 +18,13 @@ from rpft.engine.failure import Failure
 from rpft.engine.slot import HostBatch
 from rpft.engine.streams import Delays
 from rpft.model.adapters import LoraSettings, initialise_lora, inject_lora
-from rpft.model.checkpoint import Checkpoint, load_checkpoint, read_config
+from rpft.model.checkpoint import Checkpoint, read_config
 from rpft.model.frozen_file import FrozenFile
 from rpft.model.functions import LayerFunctions
 from rpft.model.graphs import KernelKind
 from rpft.model.host_store import HostLayer, HostStore
 from rpft.model.layers import build_layers
+from rpft.model.load import load_checkpoint
 from rpft.model.moments import StateFormat, stored_parts
 from rpft.model.moments_file import MomentsFile
 from rpft.model.quant import QuantKind

@@ -14,9 +14,10 @@ import torch
 import transformers
 
 from rpft.model.adapters import LoraSettings, inject_lora
-from rpft.model.checkpoint import Checkpoint, load_checkpoint, read_config
+from rpft.model.checkpoint import Checkpoint, read_config
 from rpft.model.host_store import HostStore
 from rpft.model.layers import build_layers
+from rpft.model.load import load_checkpoint
 from rpft.model.skeleton import Skeleton, build_model, cut
 
 VOCABULARY = 320

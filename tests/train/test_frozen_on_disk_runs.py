@@ -68,7 +68,7 @@ def test_a_broken_run_leaves_its_file_to_the_one_that_resumes(then, made, monkey
     (file,) = frozen_files(made.folder / name)
     assert file.suffix == ".bin"
     if then:
-        monkeypatch.setattr("rpft.model.checkpoint.plan_reads", None)  # it is not needed again
+        monkeypatch.setattr("rpft.model.load.plan_reads", None)  # it is not needed again
     resumed = made.train_well(name, *words, *then, "--resume")
     monkeypatch.undo()
     unbroken = made.train_well(f"unbroken {len(then)}", *words)
