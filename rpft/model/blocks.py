@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 from rpft.model.adapters import adapts_parameters
 from rpft.model.block_backward import EagerKept, GraphKept, Kept, Weights
 from rpft.model.dropout import counted_dropout, draw_keys, drawn_dropout, placed_dropout
-from rpft.model.graphs import JointGraph, Kernels, TensorFunction, Untraceable
+from rpft.model.graphs import Kernels, TensorFunction, Untraceable
+from rpft.model.joint_graph import JointGraph
 from rpft.model.kept import FromForward, KeptLayout
 from rpft.model.quant import PackedWeight
 from rpft.model.quant_weight import open_weights

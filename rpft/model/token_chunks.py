@@ -2,7 +2,7 @@
 
 Between its products an MLP holds tensors several times as wide as the hidden state, in the backward five or six of
 them. In parts, they exist for one part at a time: in a traced graph what is recomputed for a part stands next to
-the part's backward (model/graphs.py).
+the part's backward (model/joint_graph.py).
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ from support.models import FAMILIES, MORE_FAMILIES, Loaded, load, tiny_checkpoin
 
 from rpft.model.adapters import LoraSettings, initialise_lora
 from rpft.model.functions import DeviceBatch, LayerFunctions
-from rpft.model.graphs import JointGraph, Kernels, Untraceable
+from rpft.model.graphs import Kernels, Untraceable
 from rpft.model.head import HEAD_CHUNK_TOKENS
+from rpft.model.joint_graph import JointGraph
 from rpft.model.kept import FromForward
 
 CPU = torch.device("cpu")
