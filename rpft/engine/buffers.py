@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rpft.engine.streams import Event, happened
+from rpft.engine.device import Device
+from rpft.engine.streams import Event, Stream, happened
 
 
 class Ring:
@@ -28,6 +29,12 @@ class Ring:
         turn, self._turn = self._turn, (self._turn + 1) % len(self._buffers)
         free, self._free[turn] = self._free[turn], Event()
         return self._buffers[turn], free, self._free[turn]
+
+
+def free_behind(stream: Stream, device: Device, buffer: torch.Tensor, freed: Event, what: str) -> None:
+    """Queues on ``stream``, behind the last use of a ring's buffer, that it is free again."""
+    stream.run(lambda: device.release(buffer), what)
+    stream.record(freed)
 
 
 @dataclass

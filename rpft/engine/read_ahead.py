@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from rpft.engine.buffers import Ring
+from rpft.engine.buffers import Ring, free_behind
 from rpft.engine.device import Device
 from rpft.engine.failure import Failure
 from rpft.engine.slot import Slot
@@ -52,7 +52,6 @@ class ReadAhead:
             runs.append((copy.start, target))
 
         def let_go(stream: Stream) -> None:
-            stream.run(lambda: self._device.release(buffer), f"{slot} weights read")
-            stream.record(freed)
+            free_behind(stream, self._device, buffer, freed, f"{slot} weights read")
 
         return runs, self.stream.record(Event()), let_go

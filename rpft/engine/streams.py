@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from rpft.engine.failure import POLL_SECONDS, Cancelled, Ending, EngineError
 from rpft.engine.tracer import Clock, HostClock, Recorder
 
@@ -124,6 +126,10 @@ class Stream:
         ``copied_bytes`` above 0 says that the task moves so many bytes between the host and a device or disk.
         """
         self._put(lambda: self._carry_out(task, what, copied_bytes), what)
+
+    def copy(self, target: Tensor, source: Tensor, what: str) -> None:
+        """Queues the copy of a whole tensor between the host and a device."""
+        self.run(lambda: target.copy_(source, non_blocking=True), what, copied_bytes=source.nbytes)
 
     def wait(self, event: Event, cause: str = "") -> None:
         """What is queued after this starts when ``event`` is complete; ``cause`` says what that is in a trace."""

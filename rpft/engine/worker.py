@@ -18,16 +18,17 @@ from functools import partial
 
 import torch
 
-from rpft.engine.buffers import Boundary, Reading, Ring
+from rpft.engine.accumulators import Accumulators
+from rpft.engine.buffers import Boundary, Reading, Ring, free_behind
 from rpft.engine.compute import ForwardState, GradientChain, SlotRun
 from rpft.engine.device import Device
 from rpft.engine.failure import Failure
 from rpft.engine.read_ahead import ReadAhead
 from rpft.engine.slot import HostBatch, Slot, SlotKind, Task
 from rpft.engine.streams import Delays, Event, Stream
-from rpft.engine.trace import BUFFER, COMPUTE, DISK, GRADIENTS, INPUT, OPTIMIZER, WEIGHTS
+from rpft.engine.trace import BUFFER, COMPUTE, DISK, INPUT, OPTIMIZER, WEIGHTS
 from rpft.model.functions import DeviceBatch, LayerFunctions
-from rpft.model.layout import ALIGNMENT_ELEMENTS, LayerLayout
+from rpft.model.layout import LayerLayout
 from rpft.model.packed_attention import row_starts
 from rpft.plan.plan import Stage
 from rpft.plan.sizes import RESULTS_IN_FLIGHT, WorkerSizes
@@ -65,14 +66,7 @@ class Worker:
             return Ring([device.allocate(num_bytes) for _ in range(2)])
 
         self._weight_ring = ring(sizes.weight_bytes)
-        self._gradient_dtype = sizes.gradient_dtype
-        self._rounds_gradients = sizes.gradient_dtype != torch.float32
-        # Rounded gradients leave from a buffer of their own, so that the next slot can sum up at once: one
-        # accumulator is enough, and both take less than two accumulators.
-        count = 1 if self._rounds_gradients else 2
-        self._accumulator_ring = Ring([device.allocate(4 * sizes.gradient_elements) for _ in range(count)])
-        if self._rounds_gradients:
-            self._rounded_ring = Ring([device.allocate(sizes.gradient_dtype.itemsize * sizes.gradient_elements)])
+        self._accumulators = Accumulators(device, sizes.gradient_elements, sizes.gradient_dtype)
         self._input_ring = ring(sizes.boundary_bytes)
         self._grad_input_ring = ring(sizes.boundary_bytes)
         self._kept_ring = ring(sizes.kept_bytes)
@@ -136,7 +130,7 @@ class Worker:
         up.wait(free, BUFFER)
 
         def bring(start: int, source: torch.Tensor) -> None:
-            self._queue_copy(up, buffer[start : start + source.numel()], source, f"{slot} weights")
+            up.copy(buffer[start : start + source.numel()], source, f"{slot} weights")
 
         if any(copy.on_disk for copy in slot.weights):
             assert self._read_ahead is not None
@@ -160,7 +154,7 @@ class Worker:
         up = self._activations_up
         up.wait(free, BUFFER)
         up.wait(reading.boundary.delivered, INPUT)
-        self._queue_copy(up, view, hidden, what)
+        up.copy(view, hidden, what)
         up.record(reading.done)
         self._compute.wait(reading.done, INPUT)
         return view, lambda: self._let_go(view, freed, what)
@@ -189,8 +183,7 @@ class Worker:
 
     def _let_go(self, view: torch.Tensor, freed: Event, what: str) -> None:
         """Queues, behind its last use, that a ring buffer is free again."""
-        self._compute.run(lambda: self.device.release(view), what)
-        self._compute.record(freed)
+        free_behind(self._compute, self.device, view, freed, what)
 
     def _send_down(self, take: Callable[[], torch.Tensor], boundary: Boundary, ready: Event, what: str) -> None:
         """Queues the download of the tensor that ``take`` gives once ``ready`` is complete."""
@@ -225,47 +218,6 @@ class Worker:
         down.run(copy, what, copied_bytes=boundary.hidden.nbytes)
         down.record(boundary.delivered)
 
-    def _bring_gradients_up(self, slot: Slot, accumulator: torch.Tensor, free: Event) -> None:
-        """Queues what the gradient sums of a slot start from: zero, or the sums of the round before."""
-        self._compute.wait(free, GRADIENTS)
-        if not any(copy.goes_on for copy in slot.gradients):
-            self._compute.run(accumulator.zero_, f"{slot} begin")
-            return
-        up = self._weights_up
-        up.wait(free, BUFFER)
-        for copy in slot.gradients:
-            up.wait(copy.after, GRADIENTS)
-            self._queue_copy(up, copy.part_of(accumulator), copy.host, f"{slot} gradients up")
-        self._compute.wait(up.record(Event()), GRADIENTS)
-
-    def _send_gradients_down(self, slot: Slot, accumulator: torch.Tensor, freed: Event) -> None:
-        """Queues the end of a slot's gradient sums: their norm, their rounding, their way to the host store."""
-        if not slot.gradients:  # the head of an adapter's model
-            self._let_go(accumulator, freed, f"{slot} gradients")
-            return
-        squares: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._compute.run(lambda: squares.extend(_squares(slot, accumulator)), f"{slot} gradient norm")
-        source, sent = accumulator, freed
-        if self._rounds_gradients:
-            buffer, free, sent = self._rounded_ring.next()
-            source = buffer.view(self._gradient_dtype)[: accumulator.numel()]
-            self._compute.wait(free, GRADIENTS)
-            self._compute.run(lambda: source.copy_(accumulator), f"{slot} gradients rounded")
-            self._let_go(accumulator, freed, f"{slot} gradients")
-        down = self._gradients_down
-        down.wait(self._compute.record(Event()), COMPUTE)
-        down.run(lambda: _store_squares(squares, down), f"{slot} gradient norm")
-        for copy in slot.gradients:
-            down.wait(copy.after, GRADIENTS if copy.goes_on else OPTIMIZER)
-            self._queue_copy(down, copy.host, copy.part_of(source), f"{slot} gradients")
-            down.record(copy.landed)
-        down.run(lambda: self.device.release(source), f"{slot} gradients")
-        down.record(sent)
-
-    @staticmethod
-    def _queue_copy(stream: Stream, target: torch.Tensor, source: torch.Tensor, what: str) -> None:
-        stream.run(lambda: target.copy_(source, non_blocking=True), what, copied_bytes=source.nbytes)
-
     # -- compute -------------------------------------------------------------------------------------------
 
     def _await_room(self) -> None:
@@ -299,9 +251,7 @@ class Worker:
 
     def _gradient_tasks(self, slot: Slot, run: SlotRun) -> None:
         """The fused stage or a backward one. A segment is recomputed before the gradient for it is waited for."""
-        buffer, free, freed = self._accumulator_ring.next()
-        accumulator = buffer.view(torch.float32)[: slot.gradient_elements]
-        self._bring_gradients_up(slot, accumulator, free)
+        accumulator, freed = self._accumulators.begin(slot, self._compute, self._weights_up)
         self._compute.run(lambda: run.take_accumulator(accumulator), f"{slot} begin")
         for number, task in enumerate(slot.tasks):
             what = f"{slot} microbatch {number}"
@@ -323,7 +273,7 @@ class Worker:
                 computed = self._compute.record(Event())
                 self._send_down(chain.take, task.grad_output, computed, f"{what} gradient")
                 self._going_down.append(task.grad_output.delivered)
-        self._send_gradients_down(slot, accumulator, freed)
+        self._accumulators.send_down(slot, accumulator, freed, self._compute, self._gradients_down)
 
     def _send_losses_down(
         self, host: torch.Tensor, ready: Event, store: Callable[[torch.Tensor, Stream], None], what: str
@@ -355,26 +305,3 @@ class Worker:
             if len(self._batches) > _BATCHES_KEPT:
                 self._batches.pop(next(iter(self._batches)))
         return found
-
-
-def _squares(slot: Slot, accumulator: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """For each gradient whose norm is asked for (where it goes on the host, its sum of squares on the device)."""
-    return [
-        (copy.square, square_sum(copy.part_of(accumulator)[: copy.num_own]))
-        for copy in slot.gradients
-        if copy.square is not None
-    ]
-
-
-def _store_squares(squares: list[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:
-    for host, square in squares:
-        stream.uses(square)
-        host.copy_(square, non_blocking=True)
-
-
-def square_sum(flat: torch.Tensor) -> torch.Tensor:
-    """The sum of squares of float32 ``flat``, whose length is a multiple of the alignment, float64 scalar.
-
-    Row by row: one float32 sum over a large layer would be far too coarse.
-    """
-    return torch.linalg.vector_norm(flat.view(-1, ALIGNMENT_ELEMENTS), dim=1).double().square().sum()

@@ -56,7 +56,7 @@ class Sabotage:
         for worker in engine._workers:
             for ring, label in (
                 (worker._weight_ring, "weight buffer free"),
-                (worker._accumulator_ring, "gradient buffer free"),
+                (worker._accumulators._ring, "gradient buffer free"),
                 (worker._input_ring, "input buffer free"),
                 (worker._grad_input_ring, "input buffer free"),
             ):
