@@ -33,15 +33,32 @@ TIMED_RATE = 1e-9
 """Of learning: the weights stay what they are, whatever is repeated."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A run's speed and memory on so many workers, measured and predicted."""
+class InWindows:
+    """What was measured in windows of steps."""
 
-    workers: int
     windows: list[float]
     """Tokens a second of each window, from rest to rest."""
     steady: list[float]
     """The same without the first step of a window, which fills the pipeline: what a long run does."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Median of the windows, drained at both ends."""
+        return statistics.median(self.windows)
+
+    @property
+    def steady_tokens_per_second(self) -> float:
+        """Median of the windows without what fills the pipeline."""
+        return statistics.median(self.steady)
+
+
+@dataclass(frozen=True)
+class Measured(InWindows):
+    """A run's speed and memory on so many workers, measured and predicted."""
+
+    workers: int
+    windows: list[float]
+    steady: list[float]
     step_seconds: float
     """Of those, median of the windows' means."""
     predicted_tokens_per_second: float
@@ -68,16 +85,6 @@ class Measured:
     """Of all workers, by the measured layers; see ``rpft.plan.predict.roof_seconds``."""
     losses: list[float] = field(default_factory=list)
     """Of the first steps, where they were asked for: see ``compared_losses``."""
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Median of the windows, drained at both ends."""
-        return statistics.median(self.windows)
-
-    @property
-    def steady_tokens_per_second(self) -> float:
-        """Median of the windows without what fills the pipeline."""
-        return statistics.median(self.steady)
 
     @property
     def error(self) -> float:

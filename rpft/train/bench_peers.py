@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from rpft.peers import PEERS
 from rpft.peers.start import run_peer
 from rpft.peers.work import Rows, Work, read_work
 from rpft.recipe.schema import Recipe
-from rpft.train.bench import TIMED_RATE, WINDOWS, full_steps
+from rpft.train.bench import TIMED_RATE, WINDOWS, InWindows, full_steps
 from rpft.train.flight import Flight
 from rpft.train.prepare import Prepared
 
@@ -27,30 +26,18 @@ _KNOWN_ATTENTION = ("sdpa", "eager")
 
 
 @dataclass(frozen=True)
-class PeerMeasured:
+class PeerMeasured(InWindows):
     """A peer's speed and memory on so many workers."""
 
     peer: str
     workers: int
     windows: list[float]
-    """Tokens a second of each window, from rest to rest."""
     steady: list[float]
-    """The same without the first step of a window."""
     losses: list[float]
     vram_peak_bytes: int
     """Of the worker that held most."""
     vram_reserved_bytes: int
     ram_bytes: int
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Median of the windows, drained at both ends."""
-        return statistics.median(self.windows)
-
-    @property
-    def steady_tokens_per_second(self) -> float:
-        """Median of the windows without their first step."""
-        return statistics.median(self.steady)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

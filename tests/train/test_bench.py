@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.pools import NoProcesses
 from support.recipes import run_rpft
 
 from rpft.model.host_store import HostStore
@@ -48,16 +49,7 @@ def measured(prepared, made):
 def in_this_process(monkeypatch):
     """A process for each number of workers costs seconds of imports."""
 
-    class Here:
-        def __init__(self, *arguments, **more):
-            pass
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error):
-            pass
-
+    class Here(NoProcesses):
         def submit(self, work, *arguments):
             class Done:
                 def result(self):

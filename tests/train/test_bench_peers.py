@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from support.pools import NoProcesses
 from support.recipes import run_rpft
 
 from rpft.console.bench_chart import bench_chart
@@ -63,16 +64,7 @@ def asked(monkeypatch):
     """What is asked of the run and of peers, which is not done."""
     told = []
 
-    class Here:
-        def __init__(self, *arguments, **more):
-            pass
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error):
-            pass
-
+    class Here(NoProcesses):
         def submit(self, work, recipe, workers, num_steps, folder=None, num_losses=0):
             told.append(("rpft", workers, num_losses))
             found = next((r for r in RESULTS if r.workers == workers), Failed(workers, "no room"))
