@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from support.checkpoints import rewritten
 from support.recipes import run_rpft
 from transformers import AutoModelForCausalLM
 
-from rpft.train.checkpoint import content_digest, read_state
+from rpft.train.checkpoint import read_state
 
 KEYS = {
     "r": 4,
@@ -53,12 +54,10 @@ def test_a_checkpoint_from_before_the_keys_goes_on_with_their_defaults(project: 
     outcome = made.train_well("out")
     path = outcome.folder / "checkpoints" / "step-00000002"
     now = read_state(path).run
-    content = json.loads((path / "state.json").read_text())
-    content.pop("sha256")
-    del content["run"]["model"]["rope_scaling"]
-    for key in ("rslora", "dora", "lr_ratio_b", "modules_to_save", "target_parameters"):
-        del content["run"]["adapter"][key]
-    (path / "state.json").write_text(json.dumps({**content, "sha256": content_digest(content)}))
+    with rewritten(path / "state.json") as content:
+        del content["run"]["model"]["rope_scaling"]
+        for key in ("rslora", "dora", "lr_ratio_b", "modules_to_save", "target_parameters"):
+            del content["run"]["adapter"][key]
     assert read_state(path).run == now
     assert made.train("out", "--resume", str(path)).code == 0
 

@@ -5,12 +5,12 @@ import json
 import shutil
 
 import pytest
+from support.checkpoints import rewritten
 from support.engines import plan_of
 from support.recipes import Crash, chats, crash_at, unbroken_runs, watch
 
 from rpft.errors import UserError
 from rpft.optim.schedule import Schedule
-from rpft.train.checkpoint import content_digest
 
 PROJECTS = {
     "full": ("qwen3", {}),
@@ -82,9 +82,8 @@ def test_a_checkpoint_from_before_moments_had_formats_goes_on_with_float32_ones(
         crash_at(3, patch)
         assert made.train("plain", "checkpoint.every_steps=2").code == 1
     state = made.folder / "plain" / "checkpoints" / "step-00000002" / "state.json"
-    older = json.loads(state.read_text())
-    del older["run"]["optimizer"]["state"], older["sha256"]
-    state.write_text(json.dumps({**older, "sha256": content_digest(older)}))
+    with rewritten(state) as older:
+        del older["run"]["optimizer"]["state"]
     resumed = made.train_well("plain", "checkpoint.every_steps=2", "--resume")
     assert resumed.numbers == unbroken.numbers
 
@@ -95,9 +94,8 @@ def test_a_checkpoint_from_before_gradients_could_be_rounded_goes_on_with_float3
         crash_at(3, patch)
         assert made.train("older", "checkpoint.every_steps=2").code == 1
     state = made.folder / "older" / "checkpoints" / "step-00000002" / "state.json"
-    older = json.loads(state.read_text())
-    del older["run"]["engine"], older["sha256"]
-    state.write_text(json.dumps({**older, "sha256": content_digest(older)}))
+    with rewritten(state) as older:
+        del older["run"]["engine"]
     refused = made.train("older", "checkpoint.every_steps=2", "--resume", "engine.host_gradients=auto")
     assert refused.code == 2
     assert "engine.host_gradients was float32 and is bfloat16" in refused.err
@@ -432,9 +430,10 @@ def forged(**changes):
     """A state.json whose checksum is right and whose content no rpft has written."""
 
     def forge(state):
-        content = {**json.loads(state.read_text()), **changes}
-        content = {key: value for key, value in content.items() if value is not None and key != "sha256"}
-        state.write_text(json.dumps({**content, "sha256": content_digest(content)}))
+        with rewritten(state) as content:
+            content.update(changes)
+            for key in [key for key, value in content.items() if value is None]:
+                del content[key]
 
     return forge
 
