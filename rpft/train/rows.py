@@ -25,7 +25,9 @@ from rpft.errors import UserError
 from rpft.host import available_cores
 from rpft.model.checkpoint import refuse_no_model
 from rpft.model.layout import align
-from rpft.recipe import schema
+from rpft.recipe.schema import Recipe
+from rpft.recipe.sections.data import Data
+from rpft.recipe.sections.data import Source as SourceEntry
 
 PAD_TO_MULTIPLE = 8
 """Lines are padded to a multiple of this: few distinct shapes, which kernels and caches like."""
@@ -112,14 +114,14 @@ def load_tokenizer(path: Path | str, revision: str | None = None) -> Any:
         ) from error
 
 
-def use_template(tokenizer: Any, spec: schema.Data) -> Any:
+def use_template(tokenizer: Any, spec: Data) -> Any:
     """``tokenizer`` as it goes with the trained model: with the chat template that the recipe gives its rows."""
     if spec.chat_template is not None:
         tokenizer.chat_template = read_template(spec.chat_template)
     return tokenizer
 
 
-def data_settings(spec: schema.Data) -> DataSettings:
+def data_settings(spec: Data) -> DataSettings:
     """How the recipe has rows become tokens; UserError where its chat template cannot be read."""
     return DataSettings(
         spec.max_seq_len,
@@ -132,7 +134,7 @@ def data_settings(spec: schema.Data) -> DataSettings:
     )
 
 
-def data_sources(entries: Sequence[schema.Source]) -> list[Source]:
+def data_sources(entries: Sequence[SourceEntry]) -> list[Source]:
     """The entries of data.train or data.eval."""
     return [
         replace(Source(**entry.model_dump()), columns=dict(entry.columns) if entry.columns is not None else None)
@@ -140,13 +142,13 @@ def data_sources(entries: Sequence[schema.Source]) -> list[Source]:
     ]
 
 
-def data_loading(spec: schema.Data, progress: LoadingProgress) -> Loading:
+def data_loading(spec: Data, progress: LoadingProgress) -> Loading:
     """With how many processes and which cache the recipe's rows are loaded."""
     processes = spec.processes or min(_MOST_PROCESSES, available_cores())
     return Loading(processes, os.path.expanduser(spec.token_cache), progress)
 
 
-def load_rows(spec: schema.Data, tokenizer: Any, settings: DataSettings) -> tuple[Dataset, Dataset | None]:
+def load_rows(spec: Data, tokenizer: Any, settings: DataSettings) -> tuple[Dataset, Dataset | None]:
     """The rows of data.train, and of data.eval where there are any; how far they are is shown meanwhile."""
     with LoadingProgress() as progress:
         loading = data_loading(spec, progress)
@@ -155,7 +157,7 @@ def load_rows(spec: schema.Data, tokenizer: Any, settings: DataSettings) -> tupl
     return train, held_out
 
 
-def load_data(recipe: schema.Recipe, folder: Path, few_shapes: bool, positions: int | None) -> RunData:
+def load_data(recipe: Recipe, folder: Path, few_shapes: bool, positions: int | None) -> RunData:
     """Tokenises the recipe's rows with the tokenizer in ``folder``.
 
     ``few_shapes``: whether lines are padded to few lengths. ``positions``: those that the model has, if limited.
@@ -197,7 +199,7 @@ def load_data(recipe: schema.Recipe, folder: Path, few_shapes: bool, positions: 
     )
 
 
-def split_rows(spec: schema.Data, rows: Sequence[Row], seed: int) -> tuple[ChosenRows, ChosenRows]:
+def split_rows(spec: Data, rows: Sequence[Row], seed: int) -> tuple[ChosenRows, ChosenRows]:
     """(training rows, rows that data.eval_fraction or data.eval_rows holds out of them)."""
     train_rows, eval_rows = hold_out(len(rows), _num_held_out(spec, len(rows)), seed)
     return ChosenRows(rows, train_rows), ChosenRows(rows, eval_rows)
@@ -213,7 +215,7 @@ def _refuse_pairs(*data: Dataset | None) -> None:
             )
 
 
-def _num_held_out(spec: schema.Data, num_rows: int) -> int:
+def _num_held_out(spec: Data, num_rows: int) -> int:
     """Rows to hold out; UserError where that leaves none to train on."""
     key = "data.eval_rows" if spec.eval_rows is not None else "data.eval_fraction"
     if num_rows < 2:
@@ -245,9 +247,7 @@ def _pad_lengths(lines: Sequence[int] | np.ndarray, few_shapes: bool, positions:
     return choose_pad_lengths(lines, _FEW_LENGTHS_MULTIPLE if fits else PAD_TO_MULTIPLE, _FEW_LENGTHS)
 
 
-def _notes(
-    spec: schema.Data, data: Dataset, train: Dataset, held_out: Dataset | None, taken: np.ndarray
-) -> list[str]:
+def _notes(spec: Data, data: Dataset, train: Dataset, held_out: Dataset | None, taken: np.ndarray) -> list[str]:
     lines = [
         f"data {report.path}: {count} {what} (first: {report.places[what][0]})"
         for report in data.reports
