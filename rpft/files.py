@@ -61,8 +61,8 @@ def rename(source: Path, target: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a folder and what is in it, or a link to one; nothing when there is none."""
-    if path.is_symlink():
+    """Removes a folder and what is in it, a file, or a link but not its target; nothing when there is none."""
+    if path.is_symlink() or path.is_file():
         path.unlink()
     else:
         shutil.rmtree(path, ignore_errors=True)
@@ -71,7 +71,8 @@ def remove_tree(path: Path) -> None:
 def write_whole(path: Path, text: str) -> None:
     """Replaces the content of ``path`` by ``text``: a reader finds the old or the new, after any crash too."""
     fresh = path.with_name(path.name + ".partial")
-    with fresh.open("wb", buffering=0) as file:
+    fresh.unlink(missing_ok=True)  # what a crash left, or a link that is not to be followed
+    with fresh.open("xb", buffering=0) as file:
         write(file, text.encode())
     sync(fresh)
     rename(fresh, path)

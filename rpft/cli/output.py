@@ -8,10 +8,17 @@ from rpft.errors import UserError
 
 
 def check_output_dir(path: Path) -> None:
-    """UserError where ``path``, a recipe's output_dir, can be no folder."""
+    """UserError where ``path``, a recipe's output_dir, can be no folder, or a link in it leads out of it."""
     wrong = next((each for each in (path, *path.absolute().parents) if each.exists() and not each.is_dir()), None)
     if wrong is not None:
         raise UserError(f"output_dir {path}: {wrong} is a file; give a folder, there or to be made")
+    inside = path.resolve()
+    for each in sorted(path.iterdir()) if path.is_dir() else ():
+        if each.is_symlink() and inside not in each.resolve().parents:
+            raise UserError(
+                f"output_dir {path}: {each.name} in it is a link to {each.resolve()}, where nothing is to be"
+                " written: remove it; to keep a run elsewhere let output_dir itself be the link"
+            )
 
 
 def make_output_dir(path: Path) -> None:

@@ -214,6 +214,28 @@ def test_an_output_dir_that_can_be_no_folder_is_refused(place, dry, made, here):
     check_said(run_rpft("train", str(made.recipe), f"output_dir={path}", *dry), f"output_dir {path}")
 
 
+LINKS = ("checkpoints", "metrics.jsonl", "layer_norms.jsonl", "run.log", "model", "not_finite")
+
+
+@pytest.mark.parametrize("name", LINKS)
+@pytest.mark.parametrize("words", [[], ["--resume"], ["--dry-run"]], ids=str)
+def test_a_link_that_leads_out_of_output_dir_is_refused_and_not_followed(name, words, made, here):
+    for folder in ("outside", "run"):
+        Path(folder).mkdir()
+    Path("run", name).symlink_to(Path("outside", name).absolute())
+    ran = run_rpft("train", str(made.recipe), "output_dir=run", *words)
+    check_said(ran, f"output_dir run: {name} in it is a link to", "remove it")
+    assert not list(Path("outside").iterdir())
+    assert [path.name for path in Path("run").iterdir()] == [name]
+
+
+def test_output_dir_may_be_a_link_and_so_may_what_stays_inside(made, here):
+    Path("elsewhere").mkdir()
+    Path("run").symlink_to("elsewhere")
+    Path("elsewhere", "last").symlink_to("checkpoints")
+    assert run_rpft("train", str(made.recipe), "output_dir=run", "--dry-run").code == 0
+
+
 @pytest.mark.parametrize("verb", RUN_VERBS)
 def test_what_is_no_run_is_refused_by_the_commands_that_read_one(verb, made, here):
     Path("folder").mkdir()
