@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,13 +15,16 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from rpft.files import sync
+from rpft import files
 from rpft.model.adapters import save_lora
 from rpft.model.host_store import HostStore
 from rpft.model.skeleton import Skeleton
 
 SHARD_BYTES = 2 << 30
 """A shard is held in memory once more while it is written."""
+
+_SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
+"""How libraries in Rust, safetensors and tokenizers among them, end the message of a system call that failed."""
 
 
 def save_model(
@@ -120,17 +124,21 @@ def save_result(
 def written_whole(folder: Path) -> Iterator[Path]:
     """A folder to write to, which takes the place of ``folder`` when all went well.
 
-    What stood there is whole until the new one is; of one that fails nothing is left.
+    What stood there is whole until the new one is; of one that fails nothing is left. OSError where the disk is
+    the reason, also of writers that have errors of their own.
     """
     fresh = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(fresh, ignore_errors=True)
+    files.remove_tree(fresh)
     fresh.mkdir(parents=True)
     try:
         yield fresh
-    except BaseException:
-        shutil.rmtree(fresh, ignore_errors=True)
-        raise
-    _replace(fresh, folder)
+        _replace(fresh, folder)
+    except BaseException as error:
+        files.remove_tree(fresh)
+        number = _SYSTEM_ERROR.search(str(error))
+        if isinstance(error, OSError) or number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
 
 
 def _replace(fresh: Path, folder: Path) -> None:
@@ -139,10 +147,11 @@ def _replace(fresh: Path, folder: Path) -> None:
     for path in fresh.rglob("*"):
         if path.is_file():
             path.chmod(0o666 & ~umask)  # safetensors makes its files readable by their owner only
-            sync(path)
+            files.sync(path)
     old = folder.with_name(folder.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
+    files.remove_tree(old)
     if folder.exists():
-        folder.rename(old)
-    fresh.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+        files.rename(folder, old)
+    files.sync(fresh)
+    files.rename(fresh, folder)
+    files.remove_tree(old)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -164,6 +168,23 @@ def test_a_save_that_fails_leaves_the_older_result_whole(tmp_path: Path) -> None
     with pytest.raises(OSError, match="disk full"):
         save_result(target, loaded.skeleton, loaded.store, config, BrokenTokenizer(), None)
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+
+
+@pytest.mark.parametrize("lora", [None, LoraSettings(4, 8.0, 0.0, ["q_proj"])], ids=["full", "LoRA"])
+def test_a_disk_that_takes_no_more_is_an_error_of_the_disk_and_leaves_nothing(lora: Any, tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path / "base", "llama")
+    loaded = load(tmp_path / "base", lora=lora)
+    config = read_config(tmp_path / "base")
+    out = tmp_path / "out"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # of a file; as full a disk as a test can have
+    try:
+        with pytest.raises(OSError, match=os.strerror(errno.EFBIG)) as caught:
+            save_result(out / "model", loaded.skeleton, loaded.store, config, Tokenizer(), loaded.peft_model)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.errno == errno.EFBIG
+    assert list(out.iterdir()) == []
 
 
 def test_the_result_of_an_adapter_is_an_adapter(tmp_path: Path) -> None:

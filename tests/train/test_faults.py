@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import resource
 import shlex
 import threading
 
@@ -12,6 +13,7 @@ import torch
 from support.recipes import WORDS, chats, tiny_tokenizer, watch
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+import rpft.train.loop
 from rpft import files
 from rpft.engine.failure import Failure
 from rpft.optim.adamw import AdamW
@@ -169,6 +171,27 @@ def test_a_save_that_fails_once_is_said_and_the_run_goes_on(runs, monkeypatch):
     outcome = made.outcome("once")
     assert outcome.checkpoints == [f"step-0000000{step}" for step in (1, 2, 4, 5, 6, 7, 8)]
     assert (outcome.numbers, outcome.result) == (unbroken.numbers, unbroken.result)
+
+
+def test_a_disk_that_does_not_take_the_result_has_its_exit_code_and_going_on_writes_it(runs, monkeypatch):
+    made, unbroken = runs
+    save_result = rpft.train.loop.save_result
+
+    def without_room(*arguments):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        try:
+            save_result(*arguments)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rpft.train.loop.save_result", without_room)
+        ran = made.train("no result")
+    assert ran.code == 5
+    assert "step 8 is the last that was finished" in ran.err
+    assert os.strerror(errno.EFBIG) in ran.err
+    check_resumes(made, "no result", unbroken)
 
 
 ODD = "~"
