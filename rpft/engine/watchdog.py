@@ -54,12 +54,16 @@ class Watchdog:
         return sum(stream.tasks_done for stream in self._streams) + self._other_progress()
 
     def _watch(self) -> None:
-        last, since = -1, time.monotonic()
-        while not self._closing.wait(self._stall_seconds / _LOOKS):
+        interval = self._stall_seconds / _LOOKS
+        last, stood, looked = -1, 0.0, time.monotonic()
+        while not self._closing.wait(interval):
             progress, expected, now = self._progress(), self._expected, time.monotonic()
+            # A look that comes late is of a process that was stopped (Ctrl-Z, a frozen container) as a whole.
+            stood += min(now - looked, 2 * interval)
+            looked = now
             if expected is None or progress != last:
-                last, since = progress, now
-            elif now - since >= self._stall_seconds and not self._failure.failed:
+                last, stood = progress, 0.0
+            elif stood >= self._stall_seconds and not self._failure.failed:
                 self._failure.set(
                     Stalled(
                         f"no progress for {self._stall_seconds:g} seconds (engine.stall_seconds) in {expected}."

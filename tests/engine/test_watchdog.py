@@ -1,10 +1,13 @@
 """An engine that stands still is ended, with a report of who waits for whom; one that works is left alone."""
 
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 from support.engines import plan_of, run_engine
 
+from rpft.engine import watchdog
 from rpft.engine.failure import Failure
 from rpft.engine.streams import Delays, Event, Stream
 from rpft.engine.watchdog import Stalled, Watchdog
@@ -59,6 +62,24 @@ def test_other_progress_keeps_it_quiet(streams):
     dog = Watchdog(both, 0.05, failure, lambda: next(counter))
     with dog.expecting("a save"):
         threading.Event().wait(0.5)
+    dog.close()
+    assert not failure.failed
+
+
+def test_a_process_that_was_stopped_as_a_whole_has_not_stood_still(streams, monkeypatch):
+    failure, both = streams
+    looks = []
+
+    def monotonic():
+        looks.append(None)
+        return time.monotonic() + (1000.0 if len(looks) > 3 else 0.0)
+
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=monotonic))
+    # Far fewer looks than make a second, and from then on there is progress.
+    dog = Watchdog(both, 1.0, failure, lambda: max(0, len(looks) - 7))
+    with dog.expecting("step 7"):
+        while len(looks) < 9:
+            threading.Event().wait(0.01)
     dog.close()
     assert not failure.failed
 
