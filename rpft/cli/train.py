@@ -288,6 +288,11 @@ def describe(prepared: Prepared) -> list[str]:
         f" {prepared.num_checkpoints} at once"
         + (f", {gib(bill.frozen_file)} for frozen weights while it lasts" if prepared.on_disk else "")
     )
+    if not recipe.checkpoint.regular:
+        lines.append(
+            "checkpoints: none on the way, so a power cut or a fault loses all steps (an interrupt saves); set"
+            " checkpoint.every_minutes for more"
+        )
     prediction = prepared.prediction()
     if prediction is not None:
         lines.append(

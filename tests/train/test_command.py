@@ -133,6 +133,13 @@ def test_a_dry_run_names_model_rows_plan_and_memory_and_writes_nothing(full):
         assert said in ran.out
 
 
+def test_a_run_that_saves_nothing_on_the_way_says_so_before_it_begins(full):
+    made, _ = full
+    said = "none on the way"
+    assert said in made.train("dry", "--dry-run").out
+    assert said not in made.train("dry", "--dry-run", "checkpoint.every_minutes=30").out
+
+
 @pytest.mark.slow
 def test_python_m_rpft_runs_the_same_command(full):
     made, outcome = full
