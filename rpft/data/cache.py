@@ -20,7 +20,7 @@ from rpft.data.report import SourceReport
 from rpft.data.rows import Block, BlockWriter, map_block
 from rpft.data.sources import Source, files_of
 from rpft.errors import UserError
-from rpft.files import digest
+from rpft.files import digest, sync
 
 CACHED_FROM_BYTES = 16 << 20
 """Size of a source from which its tokens are worth a place on the disk."""
@@ -102,6 +102,8 @@ def _new_folder(folder: Path, key: str) -> Iterator[Path]:
         ) from error
     try:
         yield place
+        for file in place.iterdir():
+            sync(file)  # else a power cut could leave the name with other content
         shutil.rmtree(folder / key, ignore_errors=True)
         try:
             place.rename(folder / key)

@@ -1,6 +1,7 @@
 """Tokens kept on disk are those of exactly this data, tokenizer, template and rule; processes change nothing."""
 
 import dataclasses
+import multiprocessing
 import os
 
 import chat_kinds as kinds
@@ -147,6 +148,22 @@ def test_progress_says_rows_and_the_end(make_tokenizer, write):
     loading = Loading(progress=lambda source, rows, done: seen.append((rows, done)))
     load_dataset([Source(write(ROWS * 10))], make_tokenizer(kinds.CHATML), DataSettings(99), loading)
     assert seen == [(256, False), (400, False), (400, True)]
+
+
+def test_a_process_that_is_killed_ends_the_others_and_is_told_with_the_way_out(make_tokenizer, write, monkeypatch):
+    monkeypatch.setattr(pool, "_TASK_ROWS", 64)
+    source = Source(write(ROWS * 40), "messages")
+    before = set(multiprocessing.active_children())
+
+    def load():
+        with pool.TokenPool(make_tokenizer(kinds.CHATML), DataSettings(99), 2, alone_rows=1) as helpers:
+            for _ in helpers.blocks(unread_rows(source), source):
+                for process in set(multiprocessing.active_children()) - before:
+                    process.kill()
+
+    with pytest.raises(UserError, match=r"ended from outside.*data\.processes"):
+        load()
+    assert set(multiprocessing.active_children()) == before
 
 
 def test_processes_change_neither_rows_nor_counts_and_their_errors_arrive(make_tokenizer, write, monkeypatch):

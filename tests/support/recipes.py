@@ -260,7 +260,9 @@ def unbroken_runs(
 
     def of(kind: str) -> tuple[Project, Outcome]:
         family, sections = kinds[kind]
-        made = project(f"{label} {kind}", family, sections={**sections, "train": train})
+        made = project(
+            f"{label} {kind}", family, sections={**sections, "train": {**sections.get("train", {}), **train}}
+        )
         if kind not in known:
             known[kind] = made.train_well("unbroken")
         return made, known[kind]

@@ -1,8 +1,8 @@
 """`rpft plan` and `rpft profile`: what they print, write and refuse, and that `rpft train` uses it."""
 
 import json
-import re
 import os
+import re
 
 import pytest
 from support.recipes import run_rpft

@@ -20,6 +20,7 @@ PROJECTS = {
     "traced": ("llama", {"engine": {"kernels": "trace"}, "data": {"max_seq_len": 24, "truncation": "right"}}),
     "bf16 moments": ("qwen3", {"optimizer": {"state": "bf16"}}),
     "8-bit moments": ("llama", {"optimizer": {"state": "8bit", "update": "delayed"}, "adapter": {"r": 4}}),
+    "router loss": ("qwen3_moe", {"train": {"router_aux_loss": 0.1}}),
     "delayed": ("llama", {"optimizer": {"update": "delayed"}}),
     "delayed bfloat16": ("llama", {"optimizer": {"update": "delayed"}, "model": {"dtype": "bfloat16"}}),
 }
