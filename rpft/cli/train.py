@@ -151,12 +151,13 @@ def _train(
     from rpft.train.prepare import prepare
     from rpft.train.reporter import LastingReporter
     from rpft.train.resume import compare_runs, divided_as_before, find_checkpoint
+    from rpft.train.run_lock import holder
 
     output_dir = Path(settings.output_dir)
     wanted = settings.train.resume_from_checkpoint if resume is None else resume == LATEST or resume
     if force and not wanted:
         raise UserError("--force is for --resume; give both, or neither")
-    if wanted and output_dir.is_dir():
+    if output_dir.is_dir() and (wanted or holder(output_dir)):
         lock.take()
     checkpoint = find_checkpoint(settings, wanted)
     if checkpoint is not None:
