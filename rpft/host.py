@@ -6,7 +6,7 @@ import os
 import platform
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 CXX_NAMES = ("g++", "clang++")
@@ -28,6 +28,63 @@ def processor() -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
+
+
+def memory_left_by_groups(
+    process: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> int | None:
+    """Bytes of RAM that the control groups of this process still leave it; None where they set no limit.
+
+    What the system keeps of files counts as left, since it goes when memory is needed. Every group from the
+    process's own up to the root may have a limit; in a container only the upper ones are to be seen.
+    """
+    left = [
+        bound - used
+        for folder, limit, usage in _memory_groups(process, root)
+        if (bound := _number(folder / limit)) is not None and (used := _used(folder, usage)) is not None
+    ]
+    return max(0, min(left)) if left else None
+
+
+def _memory_groups(process: Path, root: Path) -> Iterator[tuple[Path, str, str]]:
+    """(folder, name of its limit, of its usage) of the groups, in both versions of the interface."""
+    try:
+        lines = process.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = ["0::/"]
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names = root, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            base, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        own = base / path.strip("/")
+        for folder in (own, *own.parents):
+            yield folder, *names
+            if folder == base:
+                break
+
+
+def _used(folder: Path, usage: str) -> int | None:
+    """Bytes in use by a group without those of files that may go."""
+    used = _number(folder / usage)
+    try:
+        lines = (folder / "memory.stat").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return used
+    stat = dict(line.split(" ", 1) for line in lines if " " in line)
+    files = [stat.get(f"total_{kind}", stat.get(kind, "0")) for kind in ("inactive_file", "active_file")]
+    return None if used is None else max(0, used - sum(int(number) for number in files))
+
+
+def _number(file: Path) -> int | None:
+    """The number that ``file`` holds; None where there is none, as with "max", which is no limit."""
+    try:
+        return int(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def cache_folder(kind: str) -> Path:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from rpft import host
 from rpft.model.frozen_file import frozen_file_bytes
 from rpft.model.graphs import KernelKind
 from rpft.model.head import HEAD_CHUNK_TOKENS
@@ -188,15 +188,11 @@ def _measured_activations(plan: Plan, profiles: Sequence[LayerProfile]) -> int:
 
 
 def available_host_bytes() -> int:
-    """RAM that this process may still take: what the system has free, within the control group's limit."""
+    """RAM that this process may still take: what the system has free, within the limits of its control groups."""
     import psutil
 
-    available = psutil.virtual_memory().available
-    limit, usage = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    try:
-        return min(available, int(limit.read_text()) - int(usage.read_text()))
-    except (OSError, ValueError):  # no such control group, or no limit in it
-        return available
+    available, left = psutil.virtual_memory().available, host.memory_left_by_groups()
+    return available if left is None else min(available, left)
 
 
 def gib(num_bytes: int) -> str:

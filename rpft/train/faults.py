@@ -14,6 +14,8 @@ from rpft.errors import EXIT_DISK, EXIT_FAULT, EXIT_NOT_FINITE, EXIT_OUT_OF_MEMO
 from rpft.train.rows import RunData
 
 _DISK = {errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ESTALE}
+_NO_RAM = "DefaultCPUAllocator: can't allocate memory"
+"""What torch says of a host without memory; it has no class of its own for that."""
 NOT_FINITE, LOSS_SPIKE = "not_finite", "loss_spike"
 """Folders for the rows of steps that should be looked at."""
 
@@ -27,7 +29,9 @@ def exit_code(error: BaseException) -> int:
     if out_of_device_memory(error):
         return EXIT_OUT_OF_MEMORY
     for cause in causes(error):
-        if isinstance(cause, MemoryError):
+        if isinstance(cause, MemoryError) or getattr(cause, "errno", None) == errno.ENOMEM:
+            return EXIT_OUT_OF_MEMORY
+        if isinstance(cause, RuntimeError) and _NO_RAM in str(cause):
             return EXIT_OUT_OF_MEMORY
         if isinstance(cause, Stalled):
             return EXIT_STALLED

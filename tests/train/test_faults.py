@@ -2,6 +2,7 @@
 
 import errno
 import json
+import mmap
 import os
 import re
 import resource
@@ -17,6 +18,7 @@ import rpft.train.loop
 from rpft import files
 from rpft.engine.failure import Failure
 from rpft.optim.adamw import AdamW
+from rpft.train.faults import exit_code
 
 
 @pytest.fixture
@@ -111,6 +113,15 @@ def test_memory_that_runs_out_has_an_exit_code_of_its_own(runs, armed, monkeypat
         patch.setattr(LlamaDecoderLayer, "forward", failing)
         ran = made.train("memory")
     check_fault(made, "memory", ran, "microbatch .* OutOfMemoryError: CUDA out of memory", code=3)
+
+
+@pytest.mark.parametrize(
+    "take", [lambda: torch.empty(1 << 58), lambda: mmap.mmap(-1, 1 << 60)], ids=["torch", "map"]
+)
+def test_a_host_without_memory_is_told_from_other_faults_whoever_asked_for_it(take):
+    with pytest.raises((RuntimeError, OSError)) as caught:
+        take()
+    assert exit_code(caught.value) == 3
 
 
 def test_an_exception_in_the_optimizer_names_the_step(runs, armed, monkeypatch):
