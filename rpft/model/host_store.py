@@ -9,7 +9,7 @@ step reads. A frozen parameter has its working weight only, or, quantised, the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -323,7 +323,7 @@ def _trained_bytes(layout: LayerLayout, whole_masters: bool) -> tuple[int, int]:
 
 
 def store_bytes(
-    layouts: list[LayerLayout],
+    layouts: Sequence[LayerLayout],
     gradient_dtype: torch.dtype = torch.float32,
     *,
     two_copies: bool = False,

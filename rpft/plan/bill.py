@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,14 @@ from rpft.model.moments import StateFormat
 from rpft.model.moments_file import moments_file_bytes, moments_pieces, window_bytes
 from rpft.plan.plan import Plan, Stage
 from rpft.plan.profile import LayerProfile, memory_measured
-from rpft.plan.sizes import RESULTS_IN_FLIGHT, boundary_buffers, keeping_layers, worker_sizes
+from rpft.plan.sizes import (
+    RESULTS_IN_FLIGHT,
+    Sums,
+    WorkerSizes,
+    WorkerSizing,
+    boundary_buffers,
+    keeping_layers,
+)
 
 _PROCESS_BYTES = 3 << 29
 """Interpreter, torch, transformers and tokenised data: 1.5 GiB."""
@@ -94,14 +101,16 @@ class Workload:
     moments_on_disk: bool = False
 
 
-def make_bill(plan: Plan, layouts: list[LayerLayout], work: Workload) -> Bill:
-    """What ``plan`` takes for ``work``."""
-    shape, max_tokens = work.shape, work.max_tokens
-    boundary = max_tokens * shape.hidden_size * shape.itemsize
-    sizes = worker_sizes(layouts, plan, boundary, work.gradient_dtype, max_tokens)
-    keeping = keeping_layers(layouts, plan, _first_trained(layouts))
-    host = {
-        "weights, gradients, optimizer state": store_bytes(
+class Billing:
+    """Makes the bills of any plans for one model and workload; what no plan changes is worked out once."""
+
+    def __init__(self, layouts: Sequence[LayerLayout], work: Workload) -> None:
+        self._layouts, self._work = layouts, work
+        shape, max_tokens = work.shape, work.max_tokens
+        self._boundary = max_tokens * shape.hidden_size * shape.itemsize
+        self._sizing = WorkerSizing(layouts, self._boundary, work.gradient_dtype, max_tokens)
+        self._first_trained = next(layout.layer for layout in layouts if layout.grad_elements)
+        self._store_bytes = store_bytes(
             layouts,
             work.gradient_dtype,
             two_copies=work.delayed,
@@ -109,66 +118,93 @@ def make_bill(plan: Plan, layouts: list[LayerLayout], work: Workload) -> Bill:
             state_format=work.state_format,
             frozen_on_disk=work.readers > 0,
             moments_on_disk=work.moments_on_disk,
-        ),
-        "hidden states between stages": boundary_buffers(plan, _first_trained(layouts)) * boundary,
-        "kept for the backward": len(keeping) * plan.num_microbatches * sizes.kept_bytes,
-        "process": _PROCESS_BYTES + (_COMPILER_BYTES if work.kernels == "compile" else 0),
-    }
-    if work.readers:
-        host[READ_AHEAD] = 2 * work.readers * sizes.weight_bytes
-    pieces = moments_pieces(layouts, work.state_format) if work.moments_on_disk else []
-    if pieces:
-        host[MOMENTS_WINDOW] = window_bytes(pieces)
-    device = {
-        "weight, gradient and hidden-state buffers": sizes.total_bytes - sizes.resident_bytes,
-        "frozen weights that stay": sizes.resident_bytes,
-    }
-    if work.profiles is None or not memory_measured(work.profiles):
-        device |= _estimated_activations(plan, layouts, work)
-    else:
-        measured = _measured_activations(plan, work.profiles)
-        device |= {"activations": measured, "gaps between them": int(_GAPS * measured)}
-    device["results on their way down"] = RESULTS_IN_FLIGHT * (boundary + plan.keep_bytes_per_token * max_tokens)
-    if any(layout.choices for layout in layouts):
-        given, sent = (
-            max(
-                (sum(layouts[i].choice_bytes(max_tokens) for i in keeping if i in s.layers) for s in some),
-                default=0,
-            )
-            for some in (_segments(plan), plan.forward)
         )
-        device["choices of routers"] = given + RESULTS_IN_FLIGHT * sent
-    if work.workers_in_ram:
-        host["memory of the workers"] = work.workers_in_ram * sum(device.values())
-    trained = sum(layout.num_trained for layout in layouts)
-    frozen = any(layout.num_trained == 0 or layout.host_bytes > layout.num_trained * 4 for layout in layouts)
-    result = trained * shape.itemsize if frozen else sum(layout.host_bytes for layout in layouts)
-    result += RESULT_EXTRAS_BYTES
-    frozen_file = frozen_file_bytes(layouts) if work.readers else 0
-    totals = sum(host.values()), sum(device.values()), result
-    return Bill(*totals, host, device, frozen_file, moments_file_bytes(pieces))
+        self._pieces = moments_pieces(layouts, work.state_format) if work.moments_on_disk else []
+        trained = sum(layout.num_trained for layout in layouts)
+        frozen = any(layout.num_trained == 0 or layout.host_bytes > layout.num_trained * 4 for layout in layouts)
+        result = trained * shape.itemsize if frozen else sum(layout.host_bytes for layout in layouts)
+        self._result = result + RESULT_EXTRAS_BYTES
+        self._frozen_file = frozen_file_bytes(layouts) if work.readers else 0
+        profiles = None if work.profiles is None or not memory_measured(work.profiles) else work.profiles
+        self._activations = _Estimated(layouts, work) if profiles is None else _Measured(profiles)
+        kept_from = max(self._first_trained, 1)
+        chosen = (layout.choice_bytes(max_tokens) if layout.layer >= kept_from else 0 for layout in layouts)
+        self._choices = Sums(chosen) if any(layout.choices for layout in layouts) else None
+
+    def of(self, plan: Plan) -> Bill:
+        """What ``plan`` takes."""
+        sizes = self._sizing.of(plan)
+        device = self._device(plan, sizes)
+        host = self._host(plan, sizes, device)
+        totals = sum(host.values()), sum(device.values()), self._result
+        return Bill(*totals, host, device, self._frozen_file, moments_file_bytes(self._pieces))
+
+    def fits(self, plan: Plan, vram_bytes: int | None, ram_bytes: int | None) -> bool:
+        """Whether ``plan`` takes no more of a device and of RAM than that; None: no limit."""
+        sizes = self._sizing.of(plan)
+        device = self._device(plan, sizes)
+        if vram_bytes is not None and sum(device.values()) > vram_bytes:
+            return False
+        return ram_bytes is None or sum(self._host(plan, sizes, device).values()) <= ram_bytes
+
+    def _device(self, plan: Plan, sizes: WorkerSizes) -> dict[str, int]:
+        results = self._boundary + plan.keep_bytes_per_token * self._work.max_tokens
+        device = {
+            "weight, gradient and hidden-state buffers": sizes.total_bytes - sizes.resident_bytes,
+            "frozen weights that stay": sizes.resident_bytes,
+            **self._activations.of(plan),
+            "results on their way down": RESULTS_IN_FLIGHT * results,
+        }
+        if self._choices is not None:
+            given = self._choices.largest(_segments(plan)[1:])  # the fused stage is given none
+            device["choices of routers"] = given + RESULTS_IN_FLIGHT * self._choices.largest(plan.forward)
+        return device
+
+    def _host(self, plan: Plan, sizes: WorkerSizes, device: Mapping[str, int]) -> dict[str, int]:
+        work, keeping = self._work, keeping_layers(self._layouts, plan, self._first_trained)
+        host = {
+            "weights, gradients, optimizer state": self._store_bytes,
+            "hidden states between stages": boundary_buffers(plan, self._first_trained) * self._boundary,
+            "kept for the backward": len(keeping) * plan.num_microbatches * sizes.kept_bytes,
+            "process": _PROCESS_BYTES + (_COMPILER_BYTES if work.kernels == "compile" else 0),
+        }
+        if work.readers:
+            host[READ_AHEAD] = 2 * work.readers * sizes.weight_bytes
+        if self._pieces:
+            host[MOMENTS_WINDOW] = window_bytes(self._pieces)
+        if work.workers_in_ram:
+            host["memory of the workers"] = work.workers_in_ram * sum(device.values())
+        return host
 
 
-def _first_trained(layouts: list[LayerLayout]) -> int:
-    return next(layout.layer for layout in layouts if layout.grad_elements)
+def make_bill(plan: Plan, layouts: Sequence[LayerLayout], work: Workload) -> Bill:
+    """What one plan takes for ``work``; for many there is ``Billing``."""
+    return Billing(layouts, work).of(plan)
 
 
 def _segments(plan: Plan) -> list[Stage]:
+    """What is recomputed at a time, the fused stage first."""
     return [plan.fused, *(s for stage in plan.backward[1:] for s in plan.segments(stage))]
 
 
-def _estimated_activations(plan: Plan, layouts: list[LayerLayout], work: Workload) -> dict[str, int]:
-    shape, max_tokens = work.shape, work.max_tokens
-    longest = max(len(segment.layers) for segment in _segments(plan))
-    block = estimated_block_bytes(shape, max_tokens)
-    logits = min(max_tokens, HEAD_CHUNK_TOKENS[work.kernels]) * shape.vocab_size
-    weight = max(layout.dequantized_bytes for layout in layouts)
-    return {
-        "activations of a recomputed segment (estimate)": longest * block,
-        "gradients of a layer before they are summed": max(layout.grad_elements for layout in layouts)
-        * shape.itemsize,
-        "logits of a chunk": int(logits * HEAD_CHUNK_BYTES_PER_LOGIT[work.kernels]),
-    } | ({"a weight, dequantised": weight} if weight else {})
+class _Estimated:
+    """Activations where nothing was measured."""
+
+    def __init__(self, layouts: Sequence[LayerLayout], work: Workload) -> None:
+        shape, max_tokens = work.shape, work.max_tokens
+        logits = min(max_tokens, HEAD_CHUNK_TOKENS[work.kernels]) * shape.vocab_size
+        weight = max(layout.dequantized_bytes for layout in layouts)
+        self._block = estimated_block_bytes(shape, max_tokens)
+        self._others = {
+            "gradients of a layer before they are summed": max(layout.grad_elements for layout in layouts)
+            * shape.itemsize,
+            "logits of a chunk": int(logits * HEAD_CHUNK_BYTES_PER_LOGIT[work.kernels]),
+        } | ({"a weight, dequantised": weight} if weight else {})
+
+    def of(self, plan: Plan) -> dict[str, int]:
+        """Of ``plan``, by what they are."""
+        longest = max(len(segment.layers) for segment in _segments(plan))
+        return {"activations of a recomputed segment (estimate)": longest * self._block, **self._others}
 
 
 def estimated_block_bytes(shape: ModelShape, tokens: int) -> int:
@@ -176,15 +212,29 @@ def estimated_block_bytes(shape: ModelShape, tokens: int) -> int:
     return tokens * shape.itemsize * (10 * shape.hidden_size + 4 * shape.intermediate_size)
 
 
-def _measured_activations(plan: Plan, profiles: Sequence[LayerProfile]) -> int:
-    """The most that a slot holds: in a segment all layers but the last are kept, and that one is recomputed."""
-    most = max((profiles[i].forward_bytes for stage in plan.forward for i in stage.layers), default=0)
-    for segment in _segments(plan):
-        kept = [profiles[layer] for layer in segment.layers[:-1]]
-        last = profiles[segment.last]
-        peaks = [last.backward_bytes, *(profile.kept_backward_bytes for profile in kept)]
-        most = max(most, sum(profile.kept_bytes for profile in kept) + max(peaks))
-    return most
+class _Measured:
+    """Activations from what each layer was measured to take."""
+
+    def __init__(self, profiles: Sequence[LayerProfile]) -> None:
+        self._kept = Sums(profile.kept_bytes for profile in profiles)
+        self._kept_backward = [profile.kept_backward_bytes for profile in profiles]
+        self._backward = [profile.backward_bytes for profile in profiles]
+        self._forward = [profile.forward_bytes for profile in profiles]
+
+    def of(self, plan: Plan) -> dict[str, int]:
+        """The most that a slot holds: all layers of a segment but the last are kept, that one is recomputed."""
+        below = plan.fused.first
+        most = max(self._forward[:below], default=0)
+        if plan.recompute == "layer":  # each layer below the fused stage is a segment
+            most = max(most, *self._backward[:below], self._peak(plan.fused))
+        else:
+            most = max(most, *map(self._peak, plan.backward))
+        return {"activations": most, "gaps between them": int(_GAPS * most)}
+
+    def _peak(self, segment: Stage) -> int:
+        first, last = segment
+        kept = self._kept.of(Stage(first, last - 1))
+        return kept + max(self._backward[last], max(self._kept_backward[first:last], default=0))
 
 
 def available_host_bytes() -> int:

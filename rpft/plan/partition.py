@@ -239,11 +239,14 @@ def balanced_plan(
     return min((search.plan(cuts) for cuts in found if search.known[cuts] <= least), key=lambda p: p.num_slots)
 
 
-def improved(plan: Plan, fits: Fits, seconds: Seconds, rounds: int) -> tuple[Plan, float]:
-    """``plan``, which fits, with its cuts moved as long as that makes a step shorter; and the step's seconds."""
+def improved(plan: Plan, fits: Fits, seconds: Seconds, rounds: int, in_pairs: bool = True) -> tuple[Plan, float]:
+    """``plan``, which fits, with its cuts moved as long as that makes a step shorter; and the step's seconds.
+
+    ``in_pairs``: two at a time too, where moving one is no use.
+    """
     search, cuts = _Search(plan, fits, seconds, rounds), _cuts_of(plan)
     search.play([cuts])
-    cuts = search.descend_from([cuts])[0]
+    cuts = (search.descend_from([cuts]) if in_pairs else search.descend([cuts], in_pairs=False))[0]
     return search.plan(cuts), search.known[cuts]
 
 

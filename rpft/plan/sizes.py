@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -50,22 +51,54 @@ def region_starts(layouts: list[LayerLayout], stage: Stage) -> dict[int, tuple[i
     return starts
 
 
+class Sums:
+    """Of a value that each layer has, over consecutive layers."""
+
+    def __init__(self, values: Iterable[int]) -> None:
+        self._up_to = [0, *accumulate(values)]
+
+    def of(self, stage: Stage) -> int:
+        """Over the layers of ``stage``."""
+        return self._up_to[stage.last + 1] - self._up_to[stage.first]
+
+    def largest(self, stages: Iterable[Stage]) -> int:
+        """Of any of ``stages``; 0 where there are none."""
+        up_to = self._up_to
+        return max((up_to[last + 1] - up_to[first] for first, last in stages), default=0)
+
+
+class WorkerSizing:
+    """Sizes of a worker's buffers for any plan of a model: what layers ask for is read once.
+
+    ``max_tokens``: of the largest microbatch.
+    """
+
+    def __init__(
+        self, layouts: Sequence[LayerLayout], boundary_bytes: int, gradient_dtype: torch.dtype, max_tokens: int
+    ) -> None:
+        self._boundary_bytes, self._gradient_dtype, self._max_tokens = boundary_bytes, gradient_dtype, max_tokens
+        self._regions = Sums(layout.region_bytes for layout in layouts)
+        self._gradients = Sums(layout.grad_elements for layout in layouts)
+        self._choice_bytes = max(layout.choice_bytes(max_tokens) for layout in layouts)
+        self._frozen = [layout.frozen_bytes for layout in layouts]
+
+    def of(self, plan: Plan) -> WorkerSizes:
+        """What the stages of ``plan`` ask of a worker."""
+        return WorkerSizes(
+            weight_bytes=self._regions.largest(plan.forward + plan.backward),
+            gradient_elements=self._gradients.largest(plan.backward),
+            boundary_bytes=self._boundary_bytes,
+            gradient_dtype=self._gradient_dtype,
+            kept_bytes=plan.keep_bytes_per_token * self._max_tokens + self._choice_bytes,
+            resident_bytes=sum(self._frozen[layer] for layer in plan.resident),
+        )
+
+
 def worker_sizes(
-    layouts: list[LayerLayout], plan: Plan, boundary_bytes: int, gradient_dtype: torch.dtype, max_tokens: int
+    layouts: Sequence[LayerLayout], plan: Plan, boundary_bytes: int, gradient_dtype: torch.dtype, max_tokens: int
 ) -> WorkerSizes:
-    """What the stages of a plan ask of a worker. ``max_tokens``: of the largest microbatch."""
-
-    def largest(stages: tuple[Stage, ...], size: Callable[[LayerLayout], int]) -> int:
-        return max((sum(size(layouts[i]) for i in stage.layers) for stage in stages), default=0)
-
-    return WorkerSizes(
-        weight_bytes=largest(plan.forward + plan.backward, lambda layout: layout.region_bytes),
-        gradient_elements=largest(plan.backward, lambda layout: layout.grad_elements),
-        boundary_bytes=boundary_bytes,
-        gradient_dtype=gradient_dtype,
-        kept_bytes=plan.keep_bytes_per_token * max_tokens + max(x.choice_bytes(max_tokens) for x in layouts),
-        resident_bytes=sum(layouts[layer].frozen_bytes for layer in plan.resident),
-    )
+    """What the stages of one plan ask of a worker."""
+    return WorkerSizing(layouts, boundary_bytes, gradient_dtype, max_tokens).of(plan)
 
 
 def keeping_layers(layouts: Sequence[LayerLayout], plan: Plan, first_trained: int) -> list[int]:

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from rpft.model.layout import LayerLayout
 from rpft.model.skeleton import Skeleton
-from rpft.plan.bill import Workload, make_bill
+from rpft.plan.bill import Billing, Workload
 from rpft.plan.choose import choose_plan
 from rpft.plan.plan import Plan
 from rpft.plan.simulate import Rates
@@ -37,7 +37,8 @@ def smaller_plan(
     speeds: Sequence[float] | None = None,
 ) -> Plan | None:
     """The next smaller plan with the same microbatches, or None. For the arguments see ``choose_plan``."""
-    now = make_bill(plan, layouts, work).device
+    billing = Billing(layouts, work)
+    now = billing.of(plan).device
 
     def candidates() -> Iterator[Plan]:
         lean = replace(plan, keep_bytes_per_token=0, resident=())
@@ -49,7 +50,7 @@ def smaller_plan(
             yield replace(found, resident=())
 
     for candidate in candidates():
-        bill = make_bill(candidate, layouts, work)
+        bill = billing.of(candidate)
         if bill.device < now and (ram_bytes is None or bill.host <= ram_bytes):
             return candidate
     return None

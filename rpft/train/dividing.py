@@ -5,6 +5,7 @@ What can be chosen is planned, and held by the predicted step; nothing here know
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
@@ -28,17 +29,17 @@ most so many do."""
 
 
 def fastest(
-    tried: Sequence[AnyPlanned], times: Sequence[float], name: Callable[[AnyPlanned], object]
+    tried: Sequence[AnyPlanned], seconds: Callable[[AnyPlanned], float], name: Callable[[AnyPlanned], object]
 ) -> tuple[AnyPlanned, str]:
     """The one with the shortest step of those that fit RAM and VRAM, the first unless another saves something.
 
-    ``times``: seconds of each one's step; all 0 where nothing is known. Where memory is too little for all, the
-    one that lacks the smallest share. With it comes what the others would be, for people.
+    ``seconds``: of one's step; 0 where nothing is known. Where memory is too little for all, the one that lacks
+    the smallest share. With it comes what the others would be, for people.
     """
-    fitting = [i for i, planned in enumerate(tried) if planned.memory_short == 0]
-    if fitting:
-        least = min(times[i] for i in fitting) * (1 + _WORTH_ANOTHER)
-        best = next(i for i in fitting if times[i] <= least)
+    times = {i: seconds(planned) for i, planned in enumerate(tried) if planned.memory_short == 0}
+    if times:
+        least = min(times.values()) * (1 + _WORTH_ANOTHER)
+        best = next(i for i, time in times.items() if time <= least)
     else:
         best = min(range(len(tried)), key=lambda i: tried[i].memory_short)
     said = []
@@ -73,7 +74,7 @@ def plan_rounds(job: Job, plan: Callable[[Job], Planned]) -> Planned:
     tried = [first, *map(plan, _promising(first, alike))]
     if all(planned.memory_short > 0 for planned in tried):
         tried += map(plan, others)
-    chosen, instead = fastest(tried, [_full_seconds(p) for p in tried], lambda p: p.num_microbatches)
+    chosen, instead = fastest(tried, _full_seconds, lambda p: p.num_microbatches)
     if len(tried) == 1:
         return chosen
     return replace(chosen, choices=(f"{chosen.num_microbatches} microbatch(es) a round{instead}",))
@@ -92,9 +93,11 @@ def _promising(first: Planned, jobs: Sequence[Job]) -> list[Job]:
         return [job for job in jobs if first.memory_short > 0 and job.rounds > first.rounds]
     if is_small(len(first.layouts)) or first.memory_short > 0:
         return list(jobs)
-    seconds = {job.num_microbatches: first.seconds_in_rounds(job.num_microbatches) for job in jobs}
     most = first.full_step_seconds() * (1 + _WORTH_A_SEARCH)
-    promising = [job for job in jobs if seconds[job.num_microbatches] <= most]
+    # Many short rounds take long to play, and need not be where the links alone are too slow for them.
+    sizes = [job.num_microbatches for job in jobs if job.rounds * first.round_upload_seconds() <= most]
+    seconds = {size: first.seconds_in_rounds(size) for size in sizes}
+    promising = [job for job in jobs if seconds.get(job.num_microbatches, math.inf) <= most]
     return sorted(promising, key=lambda job: seconds[job.num_microbatches])[:_MOST_SEARCHES]
 
 
@@ -119,7 +122,7 @@ def plan_rows(job: Job, plan: Callable[[Job], AnyPlanned]) -> AnyPlanned:
         if tried[-1].memory_short > 0 or _grows(tried):
             break
         rows = min((n for n in divisors(in_step) if n >= 2 * tried[-1].rows), default=None)
-    chosen, instead = fastest(tried, [planned.mean_step_seconds() for planned in tried], lambda p: p.rows)
+    chosen, instead = fastest(tried, lambda p: p.mean_step_seconds(), lambda p: p.rows)
     return replace(chosen, choices=(f"{chosen.rows} row(s) a microbatch{instead}", *chosen.choices))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -109,7 +110,7 @@ class Planned(Job):
     choices: tuple[str, ...] = field(kw_only=True, default=())
     """What the planner chose of the division of a step, for people, with what it would else have been."""
 
-    @property
+    @cached_property
     def checkpoint_bytes(self) -> int:
         """Of one checkpoint."""
         return checkpoint_bytes(self.layouts, self.delayed, self.recipe.optimizer.state)
@@ -119,7 +120,7 @@ class Planned(Job):
         """On the disk at once, at most."""
         return most_checkpoints(self.recipe, self.data.order.num_steps)
 
-    @property
+    @cached_property
     def memory(self) -> dict[str, int]:
         """What the run takes of each kind of memory, in bytes; VRAM is of one worker."""
         pinned = 0
@@ -263,9 +264,20 @@ class Planned(Job):
 
     def full_step_seconds(self) -> float:
         """What a step should take whose lines are all as long as the longest; what plans are compared by."""
+        return self._full_step_seconds
+
+    @cached_property
+    def _full_step_seconds(self) -> float:
         assert self.profiles is not None
         shape = self._step_shape(self.profiles, self.max_tokens)
         return step_seconds(self.plan, shape, self.rates)
+
+    def round_upload_seconds(self) -> float:
+        """What the weights of a round keep the workers' links busy, spread evenly: no step takes less a round."""
+        plan, frozen = self.plan, set(self.plan.resident)
+        layers = [self.layouts[i] for stage in plan.forward + plan.backward for i in stage.layers]
+        sent = sum(layer.region_bytes - layer.frozen_bytes * (layer.layer in frozen) for layer in layers)
+        return sent / self.rates.up / self.target.num_workers
 
     def seconds_in_rounds(self, num_microbatches: int) -> float:
         """``full_step_seconds`` with the same stages and rounds of another length."""
@@ -300,24 +312,33 @@ class Planned(Job):
 
 
 def plan_job(
-    job: Job, target: Target, profiles: Sequence[LayerProfile] | None, profile: Profile | None = None
+    job: Job,
+    target: Target,
+    profiles: Sequence[LayerProfile] | None,
+    profile: Profile | None = None,
+    near: Plan | None = None,
 ) -> Planned:
     """Chooses the plan, unless one is given, and the rounds, where the recipe does not say; and makes its bill.
 
     No number depends on the rounds: those are tried that leave the host gradients as precise as they are, and the
     others only where none of these fits. Whether the outcome fits is not asked here. With ``engine.host_store:
-    auto`` frozen weights lie on the disk if RAM is too little for them and all fits so.
+    auto`` frozen weights lie on the disk if RAM is too little for them and all fits so. ``near``: see
+    ``choose_plan``.
     """
-    planned = plan_rounds(job, lambda job: plan_in_rounds(job, target, profiles, profile))
+    planned = plan_rounds(job, lambda job: plan_in_rounds(job, target, profiles, profile, near))
     if job.recipe.engine.host_store == "auto" and job.recipe.adapter and "host_bytes" in planned.short_of:
-        on_disk = plan_job(job.with_frozen_on_disk(), target, profiles, profile)
+        on_disk = plan_job(job.with_frozen_on_disk(), target, profiles, profile, near)
         if on_disk.fits:
             return on_disk
     return planned
 
 
 def plan_in_rounds(
-    job: Job, target: Target, profiles: Sequence[LayerProfile] | None, profile: Profile | None
+    job: Job,
+    target: Target,
+    profiles: Sequence[LayerProfile] | None,
+    profile: Profile | None,
+    near: Plan | None = None,
 ) -> Planned:
     """The plan for the rounds of ``job``, chosen unless one is given."""
     work = target.workload(job, profiles)
@@ -332,6 +353,7 @@ def plan_in_rounds(
         target.ram_bytes,
         ASSUMED_RATES if profiles is None else target.rates_of(job),
         target.speeds,
+        near,
     )
     return Planned(
         **job.parts(),

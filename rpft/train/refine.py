@@ -18,7 +18,7 @@ from functools import partial
 from rpft.engine.streams import Stream
 from rpft.engine.trace import PART, TASK, Trace
 from rpft.engine.tracer import Tracer, being_traced
-from rpft.plan.bill import make_bill
+from rpft.plan.bill import Billing
 from rpft.plan.choose import step_shape
 from rpft.plan.costs import layer_costs, measured_costs
 from rpft.plan.partition import improved
@@ -212,12 +212,12 @@ def replanned(measured: AnyPlanned) -> AnyPlanned:
     assert profiles is not None
     work = target.workload(measured, profiles)
 
+    billing = Billing(measured.layouts, work)
+
     def fits(other: Plan) -> bool:
-        bill = make_bill(other, measured.layouts, work)
-        enough = target.vram_bytes is None or bill.device <= target.vram_bytes
-        return other.fused == plan.fused and enough and bill.host <= target.ram_bytes
+        return other.fused == plan.fused and billing.fits(other, target.vram_bytes, target.ram_bytes)
 
     costs = measured_costs(profiles, plan.keep_bytes_per_token, plan.recompute)
     shape = step_shape(measured.layouts, work, costs, target.num_workers, measured.rounds, target.speeds)
     found, _ = improved(plan, fits, partial(steps_seconds, shape=shape, rates=measured.rates), measured.rounds)
-    return replace(measured, plan=found, bill=make_bill(found, measured.layouts, work))
+    return replace(measured, plan=found, bill=billing.of(found))

@@ -12,6 +12,7 @@ from rpft.model.layout import align
 from rpft.model.scratch_file import lies_in_ram
 from rpft.plan.bill import gib
 from rpft.plan.partition import choose_num_microbatches
+from rpft.plan.plan import Plan
 from rpft.recipe.schema import Adapter, Recipe
 from rpft.train.planning import MEMORY_NAMES, Planned, plan_job, scaled
 from rpft.train.rows import PAD_TO_MULTIPLE
@@ -135,7 +136,8 @@ def faster(planned: Planned) -> list[Tried]:
     if planned.profiles is None:
         return []
     least = tokens_per_second(planned) * (1 + _WORTH_A_CHANGE)
-    fitting = (tried for tried in _tried(planned, _faster_changes(planned)) if tried.planned.fits)
+    tries = _tried(planned, _faster_changes(planned), near=planned.plan)
+    fitting = (tried for tried in tries if tried.planned.fits)
     found = [tried for tried in fitting if tried.tokens_per_second >= least]
     return sorted(found, key=lambda tried: -tried.tokens_per_second)
 
@@ -146,7 +148,7 @@ def tokens_per_second(planned: Planned) -> float:
     return tokens / planned.full_step_seconds()
 
 
-def _tried(planned: Planned, changes: Iterator[_Change]) -> Iterator[Tried]:
+def _tried(planned: Planned, changes: Iterator[_Change], near: Plan | None = None) -> Iterator[Tried]:
     for change in changes:
         try:
             job = planned.with_recipe(change.recipe, change.longest)
@@ -154,7 +156,7 @@ def _tried(planned: Planned, changes: Iterator[_Change]) -> Iterator[Tried]:
             continue
         share = job.rows * job.data.longest / (planned.rows * planned.data.longest)
         profiles = None if planned.profiles is None else [scaled(profile, share) for profile in planned.profiles]
-        yield Tried(change.setting, plan_job(job, planned.target, profiles))
+        yield Tried(change.setting, plan_job(job, planned.target, profiles, near=near))
 
 
 def _smaller_changes(planned: Planned) -> Iterator[_Change]:
