@@ -13,7 +13,8 @@ from rpft.model.scratch_file import lies_in_ram
 from rpft.plan.bill import gib
 from rpft.plan.partition import choose_num_microbatches
 from rpft.plan.plan import Plan
-from rpft.recipe.schema import Adapter, Recipe
+from rpft.recipe.schema import Recipe
+from rpft.recipe.sections.adapter import Adapter
 from rpft.train.planning import MEMORY_NAMES, Planned, plan_job, scaled
 from rpft.train.rows import PAD_TO_MULTIPLE
 
