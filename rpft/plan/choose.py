@@ -58,8 +58,7 @@ def choose_plan(
     backward as one graph is shorter; run by torch they are recomputed a stage at a time, since fewer hidden
     states then cross the link. Where nothing fits, the plan with the smallest stages, whose bill says by how much.
     ``speeds``: of each worker, over that of the one that was measured, where they differ. ``near``: a plan whose
-    stages are good for much the same work. Where they fit and times are known, their cuts are moved one by one in
-    the place of a search from nothing: a tenth of its time, for a step that is about as short.
+    stages are good for much the same work: the search starts from them and a few others, and is over sooner.
     """
     rounds = -(-work.accumulation // num_microbatches)
     preferred = ("stage", "layer") if work.kernels == "eager" else ("layer", "stage")
@@ -97,10 +96,7 @@ def choose_plan(
             resident=(),
             dispatch=(),
         )
-        if like is not None and seconds is not None and fits(like):
-            plan, _ = move(like, fits, seconds, rounds)
-        else:
-            plan = balanced_plan(costs, num_workers, num_microbatches, rounds, grain, fits, seconds)
+        plan = balanced_plan(costs, num_workers, num_microbatches, rounds, grain, fits, seconds, like)
         if plan is None:
             continue
         if recompute == "auto" and work.profiles is not None:

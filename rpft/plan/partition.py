@@ -31,6 +31,9 @@ _AS_GOOD_AS_EQUAL = 1e-6
 _MOST_STARTS = 32
 """Balanced plans whose cuts are moved."""
 
+_STARTS_BESIDE = 4
+"""Balanced plans whose cuts are moved where a plan is given that is near the best."""
+
 _CHANGES = 5
 """That a start should be able to go through."""
 
@@ -214,11 +217,12 @@ def balanced_plan(
     recompute: str,
     fits: Fits,
     seconds: Seconds | None = None,
+    near: Plan | None = None,
 ) -> Plan | None:
     """The best plan that ``fits`` accepts, or None. ``costs``: one a layer, embedding to head.
 
     ``seconds`` says how long a step takes. Without it, where costs are estimates, only compute takes time and the
-    best of the balanced plans will do.
+    best of the balanced plans will do. ``near``: from it and a few balanced plans single cuts are moved, no more.
     """
     head = len(costs) - 1
     like = Plan((), (Stage(0, head),), num_microbatches, recompute)
@@ -230,7 +234,13 @@ def balanced_plan(
     else:
         search.play(cuts for cuts in _balanced(costs, thorough=seconds is not None) if search.fit(cuts))
         found = search.fastest(search.known, len(search.known) if seconds is None else 1)
-        if found and seconds is not None:
+        if seconds is not None and near is not None:
+            starts = search.apart(search.known, _STARTS_BESIDE)
+            if search.fit(_cuts_of(near)):
+                search.play([_cuts_of(near)])
+                starts.append(_cuts_of(near))
+            found = search.descend(starts, in_pairs=False)
+        elif found and seconds is not None:
             found = search.descend_from(search.apart(search.known, search.affordable(found[0])))
     if not found:
         return None

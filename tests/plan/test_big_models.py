@@ -14,7 +14,11 @@ from rpft.model.moments import StateFormat
 from rpft.model.quant_choice import quantize_base
 from rpft.model.skeleton import build_model, cut
 from rpft.plan.bill import Workload, make_bill
-from rpft.plan.choose import choose_plan, model_shape
+from rpft.plan.choose import choose_plan, model_shape, step_shape
+from rpft.plan.costs import measured_costs
+from rpft.plan.machine import datasheet_profiles, read_machine
+from rpft.plan.plan import Plan, Stage
+from rpft.plan.simulate import step_seconds
 
 CARD_BYTES = 24 << 30
 QWEN3 = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "num_attention_heads": 64}
@@ -154,3 +158,30 @@ def test_the_frozen_base_of_an_adapter_stays_on_the_card_as_far_as_it_has_room(v
     plan.check(len(layouts))
     assert make_bill(plan, layouts, work).device <= limit
     assert least <= len(plan.resident) <= most
+
+
+def test_from_a_plan_that_is_near_one_as_fast_is_found_and_from_one_that_does_not_fit_one_that_does():
+    family, settings, _ = SHAPES["Llama-3.1-8B, full"]
+    config = getattr(transformers, family)(**settings)
+    skeleton = cut(build_model(config, torch.bfloat16, "auto"))
+    layouts = build_layers(skeleton, torch.bfloat16)
+    machine = read_machine("8x4090")
+    work = Workload(model_shape(config, 2), 2048, 16, False, "compile", torch.bfloat16)
+    work = replace(work, profiles=datasheet_profiles(machine, layouts, skeleton, work, 2048))
+    late = replace(work, delayed=True)
+
+    def found(work: Workload, near: Plan | None = None) -> Plan:
+        return choose_plan(layouts, skeleton, work, 8, 16, "auto", CARD_BYTES, None, machine.rates, near=near)
+
+    def seconds(plan: Plan) -> float:
+        costs = measured_costs(late.profiles, plan.keep_bytes_per_token, plan.recompute)
+        return step_seconds(plan, step_shape(layouts, late, costs, 8, 1), machine.rates)
+
+    moved = found(late, near=found(work))
+    moved.check(len(layouts))
+    assert make_bill(moved, layouts, late).device <= CARD_BYTES
+    assert seconds(moved) <= 1.01 * seconds(found(late))
+    head = len(layouts) - 1
+    too_big = Plan((Stage(0, 0),), (Stage(1, head), Stage(0, 0)), 16, "layer")
+    assert make_bill(too_big, layouts, late).device > CARD_BYTES
+    assert make_bill(found(late, near=too_big), layouts, late).device <= CARD_BYTES

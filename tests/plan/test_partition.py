@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.partitions import every_plan
 from support.steps import makespan, random_step, slot_times
@@ -14,6 +15,7 @@ from rpft.plan.cases import read_cases
 from rpft.plan.costs import LayerCost, LayerLoad
 from rpft.plan.partition import balanced_plan, choose_num_microbatches, improved, with_smaller_fused_stage
 from rpft.plan.plan import Plan, Stage
+from rpft.plan.pool import serve
 from rpft.plan.simulate import AT_ONCE, Rates, StepShape, step_seconds, steps_seconds
 
 # (workers, slots a round, rounds, microbatches) -> makespan, for slots of time 1: values of the closed form in the
@@ -253,3 +255,12 @@ def test_a_plan_that_does_not_fit_gets_a_smaller_fused_stage_first():
         backward=(Stage(7, 9), Stage(6, 6), Stage(3, 5), Stage(0, 2)),
     )
     assert with_smaller_fused_stage(plan, lambda plan: False) is None
+
+
+def test_a_row_at_a_time_a_server_is_done_when_it_is_plan_by_plan():
+    arrivals, rng = np.zeros((9, 300)), np.random.default_rng(0)
+    arrivals[:] = rng.random((9, 300)).cumsum(axis=0)
+    free, before, each = rng.random((3, 300))
+    wide = serve(arrivals, free, before, each)
+    alone = [serve(arrivals[:, [i]], free[[i]], before[[i]], each[[i]]) for i in range(300)]
+    assert np.array_equal(wide, np.concatenate(alone, axis=1))
