@@ -107,7 +107,7 @@ def plan_here(bench: Workbench, profile: Profile | None) -> Prepared:
     planned = plan_job(bench.job, target, None if profile is None else profile.layers, profile)
     if planned.on_disk:
         planned = replace(planned, target=replace(target, disk_rate=disk_rate(Path(recipe.output_dir))))
-    return Prepared(**vars(planned), devices=devices, functions=bench.functions, one_pass=bench.one_pass)
+    return Prepared(**{key: vars(planned)[key] for key in planned.__dataclass_fields__}, devices=devices, functions=bench.functions, one_pass=bench.one_pass)
 
 
 def plan_rows_here(bench: Workbench, find_profile: Callable[[Workbench], Profile | None]) -> Prepared:
