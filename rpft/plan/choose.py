@@ -86,7 +86,7 @@ def choose_plan(
         costs = costs_of(grain)
         seconds = None if work.profiles is None else clock(costs)
         behind = _WORTH_IMPROVING if near is None else -_WORTH_THE_OTHER_GRAIN
-        if found and (seconds is None or not _could_be_faster(grain, *found.items(), seconds, behind)):
+        if found and (seconds is None or not _could_be_faster(grain, next(iter(found.items())), seconds, behind)):
             continue
         like = near and replace(
             near,

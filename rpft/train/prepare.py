@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from rpft.engine.device import Device, make_pool
@@ -107,7 +107,9 @@ def plan_here(bench: Workbench, profile: Profile | None) -> Prepared:
     planned = plan_job(bench.job, target, None if profile is None else profile.layers, profile)
     if planned.on_disk:
         planned = replace(planned, target=replace(target, disk_rate=disk_rate(Path(recipe.output_dir))))
-    return Prepared(**{key: vars(planned)[key] for key in planned.__dataclass_fields__}, devices=devices, functions=bench.functions, one_pass=bench.one_pass)
+    # Its fields only: what was worked out from them may be other with a rate of the disk.
+    of_plan = {field.name: getattr(planned, field.name) for field in fields(planned)}
+    return Prepared(**of_plan, devices=devices, functions=bench.functions, one_pass=bench.one_pass)
 
 
 def plan_rows_here(bench: Workbench, find_profile: Callable[[Workbench], Profile | None]) -> Prepared:
