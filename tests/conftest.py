@@ -1,6 +1,7 @@
 """Settings for all tests: transformers quiet and offline, and no test that ends the process of the others."""
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from typing import NoReturn
@@ -12,6 +13,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+# A shell without job control starts what it puts in the background with SIGINT ignored, and children inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _stay(code: int) -> NoReturn:
