@@ -244,7 +244,8 @@ def test_buffers_that_do_not_fit_at_the_start_are_made_smaller_before_the_first_
     check_same(outcome, unbroken)
 
 
-FOUR_ROWS = {"train": {"micro_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 4, "eval_every": 2}}
+# Enough steps for one that begins after memory has shrunk for the second time: the next but one after a report.
+FOUR_ROWS = {"train": {"micro_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 6, "eval_every": 2}}
 
 
 def test_when_no_plan_is_smaller_microbatches_are_and_the_sum_is_the_same_but_for_rounding(project, monkeypatch):
