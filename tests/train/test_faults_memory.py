@@ -256,7 +256,8 @@ def test_when_no_plan_is_smaller_microbatches_are_and_the_sum_is_the_same_but_fo
     unbroken = made.train_well("unbroken")
     with monkeypatch.context() as patch:
         cap = Cap(patch)
-        watch(patch, lambda record: cap.tighten(0.95) if record.step in (1, 3) else None)
+        shares = {1: 0.95, 3: 0.85}  # what was taken by the second time may be what the first plan took
+        watch(patch, lambda record: cap.tighten(shares[record.step]) if record.step in shares else None)
         ran = made.train("cap", f"engine.plan={smallest}", "engine.workers=2", "checkpoint.every_steps=1")
     assert ran.code == 0, ran.err
     outcome = made.outcome("cap")
