@@ -175,7 +175,7 @@ class Run:
         measured = model.arguments.kernels != "eager"
         self.prepared = model.prepare(step, update, workers, link, measured)
         self.plan, self.bill, self.devices = self.prepared.plan, self.prepared.bill, self.prepared.devices
-        self.predicted_seconds = self.prepared.full_step_seconds() if measured else None
+        self.predicted_seconds = self.prepared.full_step_seconds if measured else None
         self.failure = Failure()
         store = model.store_for(self.prepared)
         self.machinery = idle_machinery(self.prepared, store, self.failure, steps_before)

@@ -17,6 +17,7 @@ from rpft.engine.streams import Delays, Stream
 from rpft.engine.worker import Worker
 from rpft.model.functions import LayerFunctions
 from rpft.model.host_store import HostStore
+from rpft.model.layout import first_trained
 from rpft.model.skeleton import Skeleton, has_dropout
 from rpft.plan.plan import Plan
 from rpft.plan.sizes import worker_sizes
@@ -58,12 +59,11 @@ class Engine:
         boundary_bytes = max_tokens * hidden_size * dtype.itemsize
         sizes = worker_sizes(layouts, plan, boundary_bytes, store.gradient_dtype, max_tokens)
         resident = {i: store.layers[i].frozen for i in plan.resident}
-        first_trained = next(layout.layer for layout in layouts if layout.grad_elements)
         self._workers: list[Worker] = []
         try:
             for device, own in zip(devices, functions, strict=True):
                 own.expect(max_tokens)
-                parts = own, layouts, first_trained, sizes, plan.keep_bytes_per_token, resident
+                parts = own, layouts, first_trained(layouts), sizes, plan.keep_bytes_per_token, resident
                 self._workers.append(Worker(device, *parts, failure, delays, store.on_disk))
         except BaseException:
             self.close()

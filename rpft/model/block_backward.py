@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from rpft.model.graphs import TensorFunction
-from rpft.model.router_loss import LOSS, WEIGHT
+from rpft.model.router_loss import LOSS, WEIGHT, add_loss
 
 Weights = dict[str, torch.Tensor]
 """Tensor name to tensor."""
@@ -50,8 +50,7 @@ class EagerKept:
         outputs, output_grads = [self._output], [grad]
         if self._router_loss is not None:
             outputs.append(self._router_loss)
-            output_grads.append(self._coefficient * sums[WEIGHT])
-            sums[LOSS].add_(self._router_loss.detach() * sums[WEIGHT])
+            output_grads.append(add_loss(self._router_loss, sums[WEIGHT], sums[LOSS], self._coefficient))
         grads = torch.autograd.grad(outputs, wanted, output_grads, allow_unused=True)
         for name, value in zip(self._leaves, grads, strict=False):
             if value is not None:  # an expert without a token has none

@@ -23,7 +23,7 @@ from rpft.model.joint_graph import JointGraph
 from rpft.model.kept import FromForward, KeptLayout
 from rpft.model.quant import PackedWeight
 from rpft.model.quant_weight import open_weights
-from rpft.model.router_loss import LOSS, WEIGHT, Router, ScoreWatch, load_balancing_loss
+from rpft.model.router_loss import LOSS, WEIGHT, Router, ScoreWatch, add_loss, load_balancing_loss
 from rpft.model.routing import Choices, recorded_choices, replayed_choices
 
 _ONE_THREAD = threading.Lock()
@@ -298,8 +298,8 @@ class Block:
                 ends, end_grads = [output], [grad]
                 if loss is not None:
                     *sums, total, weight = sums
-                    ends, end_grads = [output, loss], [grad, self._coefficient * weight]
-                    total.add_(loss.detach() * weight)
+                    ends = [output, loss]
+                    end_grads = [grad, add_loss(loss, weight, total, self._coefficient)]
                 grads = torch.autograd.grad(ends, wanted, end_grads, allow_unused=True)
             for total, value in zip(sums, grads, strict=False):
                 if value is not None:

@@ -1,4 +1,4 @@
-"""The 8-bit numbers of block-wise quantised optimizer states, and the way to the nearest one.
+"""The 8-bit numbers of block-wise quantised values, and the way to the nearest one.
 
 The dynamic maps of Dettmers et al., arXiv 2110.02861: seven decades below 1, a decade with twice the values of the
 one under it, each in the middle of an equal part of its decade; 0; and 1, which a block's largest value has. The

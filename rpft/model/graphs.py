@@ -96,7 +96,7 @@ class Kernels:
     ) -> fx.GraphModule:
         """As ``trace``, of tensors without data that belong to ``fake``."""
         try:
-            with fake, self._attention(), quiet_fakes():
+            with fake, attention_kernels(self._device, self._deterministic), quiet_fakes():
                 module = make_fx(function, tracing_mode="real")(*inputs)
                 if _writes_into_own_tensors(module.graph):
                     module = make_fx(torch.func.functionalize(module), tracing_mode="real")(*inputs)
@@ -131,21 +131,22 @@ class Kernels:
         later = {"config_patches": {"triton.autotune_at_compile_time": False}}
         return standalone_compile(module, list(tensors), **shapes, options=later)
 
-    def _attention(self) -> AbstractContextManager[Any]:
-        """Which attention kernel a trace holds: on Hopper cuDNN's, which is faster there than flash attention."""
-        from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        if self._device.type != "cuda" or self._deterministic or torch.version.hip is not None:
-            return nullcontext()
-        if torch.cuda.get_device_capability(self._device)[0] != 9:
-            return nullcontext()
-        order = [
-            SDPBackend.CUDNN_ATTENTION,
-            SDPBackend.FLASH_ATTENTION,
-            SDPBackend.EFFICIENT_ATTENTION,
-            SDPBackend.MATH,
-        ]
-        return sdpa_kernel(order, set_priority=True)
+def attention_kernels(device: torch.device, deterministic: bool) -> AbstractContextManager[Any]:
+    """Which attention kernels sdpa takes, the first that it can: on Hopper cuDNN's, faster there than flash."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    if device.type != "cuda" or deterministic or torch.version.hip is not None:
+        return nullcontext()
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return nullcontext()
+    order = [
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ]
+    return sdpa_kernel(order, set_priority=True)
 
 
 @contextmanager

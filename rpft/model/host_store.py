@@ -17,7 +17,7 @@ import torch
 
 from rpft.model.frozen_file import FrozenFile
 from rpft.model.layout import LayerLayout, TensorSpec
-from rpft.model.moments import Moments, StateFormat, moments_bytes, moments_in, stored_parts
+from rpft.model.moments import Moments, StateFormat, moments_bytes, moments_in, stored_block
 from rpft.model.moments_file import MomentsFile
 from rpft.model.pages import zeroed_pages
 from rpft.model.quant import PackedWeight, Parts
@@ -201,9 +201,8 @@ class HostStore:
         if self._frozen_file is None or self.frozen_is_sealed:
             return
         for layer in self.layers:
-            layer.frozen = torch.empty(
-                0, dtype=torch.uint8
-            )  # the mapping that can be written goes with the last view
+            # The mapping that can be written goes with the last view.
+            layer.frozen = torch.empty(0, dtype=torch.uint8)
         for layer, part in zip(self.layers, self._frozen_file.seal(), strict=True):
             layer.frozen = part
         self.frozen_is_sealed = True
@@ -295,8 +294,7 @@ class HostStore:
     def write_state(self, name: str, kind: str, values: torch.Tensor) -> None:
         """Stores ``values`` as what the tensor ``name`` has in the field ``kind`` of the moments."""
         layer, start, _ = self._trained(name)
-        block = next(stored.block for stored in stored_parts(self.state_format) if stored.name == kind)
-        layer.write_state(kind, start // block, values.flatten())
+        layer.write_state(kind, start // stored_block(self.state_format, kind), values.flatten())
 
     def _trained(self, name: str) -> tuple[HostLayer, int, TensorSpec]:
         """(layer, first element, spec) of a trained tensor."""

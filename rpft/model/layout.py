@@ -16,7 +16,7 @@ sum up alone and meet in the optimizer, so that no plan and no order of rounds c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -180,6 +180,11 @@ class Borrow:
     name: str
     owner_layer: int
     owner_name: str
+
+
+def first_trained(layouts: Sequence[LayerLayout]) -> int:
+    """The lowest layer that has a gradient: no backward goes below it."""
+    return next(layout.layer for layout in layouts if layout.grad_elements)
 
 
 def place_tensors(specs: Iterable[TensorSpec]) -> tuple[dict[str, tuple[TensorSpec, int]], int, int, int]:

@@ -126,6 +126,11 @@ def stored_parts(format: StateFormat) -> list[Stored]:
     return parts
 
 
+def stored_block(format: StateFormat, name: str) -> int:
+    """Parameters that each element of the field ``name`` of ``Moments`` belongs to."""
+    return next(stored.block for stored in stored_parts(format) if stored.name == name)
+
+
 def moments_bytes(format: StateFormat, count: int) -> int:
     """Bytes of the moments of ``count`` parameters, exactly."""
     return 2 * (count * _DTYPES[format].itemsize + _scale_bytes(format, count))

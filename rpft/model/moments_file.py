@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rpft.errors import UserError
 from rpft.model.layout import LayerLayout, align
-from rpft.model.moments import BLOCK, Moments, StateFormat, moments_bytes, moments_in, stored_parts
+from rpft.model.moments import BLOCK, Moments, StateFormat, moments_bytes, moments_in, stored_block
 from rpft.model.pages import zeroed_pages
 from rpft.model.scratch_file import BLOCK_BYTES, ScratchFile
 
@@ -135,7 +135,7 @@ class MomentsFile:
 
     def _runs(self, layer: int, kind: str, first: int, stop: int) -> Iterator[tuple[int, int, int, torch.dtype]]:
         """(offset in the file, first element, end, dtype) of each run of elements that lies in one piece."""
-        block = next(stored.block for stored in stored_parts(self._format) if stored.name == kind)
+        block = stored_block(self._format, kind)
         for piece in self.of_layer(layer):
             start, end = max(first, piece.start // block), min(stop, -(-piece.stop // block))
             if start >= end:

@@ -19,6 +19,8 @@ from typing import Literal
 
 import torch
 
+from rpft.model import dynamic_map
+
 QuantKind = Literal["nf4", "int8", "fp8"]
 
 BLOCK = 64
@@ -141,17 +143,8 @@ def nf4_levels() -> torch.Tensor:
 
 @functools.cache
 def nested_levels() -> torch.Tensor:
-    """The 256 levels of the largest values, float32, ascending: a dynamic tree of signed 8 bits.
-
-    For each of 7 decades below 1 twice as many levels as for the one before, evenly spaced within it (Dettmers et
-    al., 8-bit optimizers, arXiv 2110.02861, section 2.1).
-    """
-    levels = [0.0, 1.0]
-    for exponent in range(7):
-        edges = torch.linspace(0.1, 1.0, 2**exponent + 1)
-        decade = (10.0 ** (exponent - 6) * ((edges[:-1] + edges[1:]) / 2)).tolist()
-        levels += [*decade, *(-level for level in decade)]
-    return torch.tensor(sorted(levels))
+    """The 256 levels of the largest values, float32, ascending: the signed map of 8-bit optimizer states."""
+    return dynamic_map.values(signed=True).sort().values
 
 
 def _quantize_nf4(matrix: torch.Tensor, parts: Parts) -> None:

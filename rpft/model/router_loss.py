@@ -69,6 +69,12 @@ def load_balancing_loss(scores: torch.Tensor, picked: torch.Tensor) -> torch.Ten
     return experts * (picks / tokens * torch.softmax(scores.float(), -1).mean(0)).sum()
 
 
+def add_loss(loss: torch.Tensor, weight: torch.Tensor, total: torch.Tensor, coefficient: float) -> torch.Tensor:
+    """Adds ``loss``, which counts as much as ``weight`` says, to ``total``; the gradient that it is given."""
+    total.add_(loss.detach() * weight)
+    return coefficient * weight
+
+
 class ScoreWatch:
     """Sees the scores that a block's router makes."""
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from rpft.peers.harness import DataParallel, Place, groups, set_rate
-from rpft.peers.model import LossSum, attention_kernels, blocks_of, buffers_to, compile_blocks, load_model
+from rpft.peers.model import LossSum, attention_of, blocks_of, buffers_to, compile_blocks, load_model
 from rpft.peers.work import Placed, Work
 
 
@@ -46,7 +46,7 @@ class Sharded(DataParallel):
         self.optimizer = torch.optim.AdamW(groups(named, work), lr=0.0, betas=work.betas, eps=work.eps, fused=True)
 
     def scope(self) -> AbstractContextManager[Any]:
-        return attention_kernels(self._work)
+        return attention_of(self._work)
 
     def set_rate(self, rate: float) -> None:
         set_rate(self.optimizer, rate)

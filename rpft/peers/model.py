@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from rpft.model.graphs import attention_kernels
 from rpft.peers.work import IGNORED, Placed, Work
 
 CHUNK_TOKENS = 4096
@@ -102,15 +103,11 @@ def compile_blocks(model: Any) -> None:
         block.compile(dynamic=False)
 
 
-def attention_kernels(work: Work) -> AbstractContextManager[Any]:
-    """Which attention kernels sdpa may choose from, the best first: on Hopper cuDNN's, as the run does."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    hopper = work.device == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability()[0] == 9
-    if not hopper or work.deterministic or "torch-attention" in work.options:
+def attention_of(work: Work) -> AbstractContextManager[Any]:
+    """Which attention kernels sdpa may choose from: as the run does, unless the work says torch's own choice."""
+    if "torch-attention" in work.options:
         return nullcontext()
-    others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, *others], set_priority=True)
+    return attention_kernels(torch.device(work.device), work.deterministic)
 
 
 class LossSum(nn.Module):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rpft.peers.harness import DataParallel, Place, groups, set_rate
-from rpft.peers.model import LossSum, attention_kernels, compile_blocks, load_model
+from rpft.peers.model import LossSum, attention_of, compile_blocks, load_model
 from rpft.peers.work import Placed, Work
 
 MakeOptimizer = Callable[[list[dict[str, Any]], Work], Any]
@@ -79,7 +79,7 @@ class Resident(DataParallel):
             self.optimizer = make_optimizer(groups(self.masters.named, work), work)
 
     def scope(self) -> AbstractContextManager[Any]:
-        return attention_kernels(self._work)
+        return attention_of(self._work)
 
     def set_rate(self, rate: float) -> None:
         if self.optimizer is not None:

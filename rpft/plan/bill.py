@@ -12,7 +12,7 @@ from rpft.model.frozen_file import frozen_file_bytes
 from rpft.model.graphs import KernelKind
 from rpft.model.head import HEAD_CHUNK_TOKENS
 from rpft.model.host_store import store_bytes
-from rpft.model.layout import LayerLayout
+from rpft.model.layout import LayerLayout, first_trained
 from rpft.model.moments import StateFormat
 from rpft.model.moments_file import moments_file_bytes, moments_pieces, window_bytes
 from rpft.plan.plan import Plan, Stage
@@ -109,7 +109,7 @@ class Billing:
         shape, max_tokens = work.shape, work.max_tokens
         self._boundary = max_tokens * shape.hidden_size * shape.itemsize
         self._sizing = WorkerSizing(layouts, self._boundary, work.gradient_dtype, max_tokens)
-        self._first_trained = next(layout.layer for layout in layouts if layout.grad_elements)
+        self._first_trained = first_trained(layouts)
         self._store_bytes = store_bytes(
             layouts,
             work.gradient_dtype,

@@ -88,15 +88,7 @@ def choose_plan(
         behind = _WORTH_IMPROVING if near is None else -_WORTH_THE_OTHER_GRAIN
         if found and (seconds is None or not _could_be_faster(grain, next(iter(found.items())), seconds, behind)):
             continue
-        like = near and replace(
-            near,
-            num_microbatches=num_microbatches,
-            recompute=grain,
-            keep_bytes_per_token=0,
-            resident=(),
-            dispatch=(),
-        )
-        plan = balanced_plan(costs, num_workers, num_microbatches, rounds, grain, fits, seconds, like)
+        plan = balanced_plan(costs, num_workers, num_microbatches, rounds, grain, fits, seconds, near)
         if plan is None:
             continue
         if recompute == "auto" and work.profiles is not None:

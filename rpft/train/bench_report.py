@@ -87,12 +87,11 @@ def _causes(m: Measured) -> str:
 
 def peer_table(results: Sequence[Measured | Failed], peers: Sequence[PeerOutcome]) -> list[list[str]]:
     """Rows of text, the first of them the heading: the run and its peers, a row for each number of workers."""
-    rows = []
+    rows, roof = [], _plain_roof(peers)
     for own, found in _by_workers(results, peers):
         for name, one in found:
             speed = one.steady_tokens_per_second
             apart = _apart(one, own) if isinstance(one, PeerMeasured) else None
-            roof = _plain_roof(peers)
             rows.append(
                 [
                     name,

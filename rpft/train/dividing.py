@@ -81,7 +81,7 @@ def plan_rounds(job: Job, plan: Callable[[Job], Planned]) -> Planned:
 
 
 def _full_seconds(planned: Planned) -> float:
-    return 0.0 if planned.profiles is None else planned.full_step_seconds()
+    return 0.0 if planned.profiles is None else planned.full_step_seconds
 
 
 def _promising(first: Planned, jobs: Sequence[Job]) -> list[Job]:
@@ -93,7 +93,7 @@ def _promising(first: Planned, jobs: Sequence[Job]) -> list[Job]:
         return [job for job in jobs if first.memory_short > 0 and job.rounds > first.rounds]
     if is_small(len(first.layouts)) or first.memory_short > 0:
         return list(jobs)
-    most = first.full_step_seconds() * (1 + _WORTH_A_SEARCH)
+    most = first.full_step_seconds * (1 + _WORTH_A_SEARCH)
     # Many short rounds take long to play, and need not be where the links alone are too slow for them.
     sizes = [job.num_microbatches for job in jobs if job.rounds * first.round_upload_seconds() <= most]
     seconds = {size: first.seconds_in_rounds(size) for size in sizes}

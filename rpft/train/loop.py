@@ -225,8 +225,8 @@ class Trainer:
 
     def _change_plan(self, now: Prepared) -> None:
         """Goes on with the plan of ``now`` behind the step in flight; no number depends on it."""
-        before = replace(now, plan=self._prepared.plan).full_step_seconds()
-        share = 100 * (1 - now.full_step_seconds() / before)
+        before = replace(now, plan=self._prepared.plan).full_step_seconds
+        share = 100 * (1 - now.full_step_seconds / before)
         self._finish_in_flight()
         self._tracing.drop()
         self._machinery.change_plan(now)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from rpft import files
 from rpft.model.graphs import KernelKind
+from rpft.model.layout import first_trained
 from rpft.model.moments import BLOCK, moments_bytes
 from rpft.plan.bill import MOMENTS_WINDOW, READ_AHEAD, Bill, Workload, gib, make_bill
 from rpft.plan.choose import choose_plan, step_shape
@@ -147,8 +148,7 @@ class Planned(Job):
     @property
     def frozen_bytes_a_step(self) -> int:
         """Bytes of frozen weights that the slots of a step bring up."""
-        first_trained = next(layout.layer for layout in self.layouts if layout.grad_elements)
-        return self.rounds * frozen_bytes_up(self.layouts, self.plan, first_trained)
+        return self.rounds * frozen_bytes_up(self.layouts, self.plan, first_trained(self.layouts))
 
     @property
     def about_disk(self) -> str | None:
@@ -250,7 +250,7 @@ class Planned(Job):
         found = self.prediction()
         if found is None:
             return None
-        share = self.memory_saved_seconds() / self.full_step_seconds()
+        share = self.memory_saved_seconds() / self.full_step_seconds
         return replace(found, saved_seconds={**found.saved_seconds, "memory": share * found.step_seconds})
 
     def memory_saved_seconds(self) -> float:
@@ -259,15 +259,12 @@ class Planned(Job):
             return 0.0
         vram = None if self.target.vram_bytes is None else _ENDLESS
         endless = replace(self.target, vram_bytes=vram, ram_bytes=_ENDLESS)
-        saved = self.full_step_seconds() - plan_job(self, endless, self.profiles).full_step_seconds()
-        return saved if saved > _WORTH_SAYING * self.full_step_seconds() else 0.0
-
-    def full_step_seconds(self) -> float:
-        """What a step should take whose lines are all as long as the longest; what plans are compared by."""
-        return self._full_step_seconds
+        saved = self.full_step_seconds - plan_job(self, endless, self.profiles).full_step_seconds
+        return saved if saved > _WORTH_SAYING * self.full_step_seconds else 0.0
 
     @cached_property
-    def _full_step_seconds(self) -> float:
+    def full_step_seconds(self) -> float:
+        """What a step should take whose lines are all as long as the longest; what plans are compared by."""
         assert self.profiles is not None
         shape = self._step_shape(self.profiles, self.max_tokens)
         return step_seconds(self.plan, shape, self.rates)

@@ -85,7 +85,7 @@ class FirstSteps:
         if measured is None:
             return None
         found = replanned(measured)
-        now, then = measured.full_step_seconds(), found.full_step_seconds()
+        now, then = measured.full_step_seconds, found.full_step_seconds
         left = self._num_steps - step - 1
         pays = now - then > WORTH_A_CHANGE * now and left * (now - then) > _PAYS_AFTER * now
         return found if pays and found.memory_short == 0 else None

@@ -146,7 +146,7 @@ def faster(planned: Planned) -> list[Tried]:
 def tokens_per_second(planned: Planned) -> float:
     """Of lines that are all as long as the longest: what plans are compared by."""
     tokens = planned.rows * planned.data.longest * planned.recipe.train.gradient_accumulation_steps
-    return tokens / planned.full_step_seconds()
+    return tokens / planned.full_step_seconds
 
 
 def _tried(planned: Planned, changes: Iterator[_Change], near: Plan | None = None) -> Iterator[Tried]:

@@ -17,7 +17,7 @@ from rpft.engine.trace import DISK, HOST, TASK, WAIT
 from rpft.engine.tracer import Tracer
 from rpft.model import moments_file
 from rpft.model.adapters import LoraSettings
-from rpft.model.moments import moments_bytes
+from rpft.model.moments import moments_bytes, stored_parts
 from rpft.model.moments_file import MomentsFile, moments_file_bytes, moments_pieces, window_bytes
 from rpft.model.pages import zeroed_pages
 from rpft.train.faults import exit_code
@@ -186,7 +186,7 @@ def test_any_elements_are_read_as_they_were_written_across_pieces(state_format, 
     known = {}
     for layout in layouts:
         whole = torch.empty(moments_bytes(state_format, layout.num_trained), dtype=torch.uint8)
-        for part in moments_file.stored_parts(state_format):
+        for part in stored_parts(state_format):
             field = getattr(moments_file.moments_in(whole, state_format, layout.num_trained), part.name)
             values = torch.randint(200, field.shape, generator=torch.Generator().manual_seed(len(known))).to(
                 field.dtype

@@ -91,7 +91,7 @@ def test_the_division_of_a_step_is_the_fastest_of_all(times, workers, job):
     chosen = plan_all(job, where, **times)
     seconds, *_ = best_of_all(job, where, **times)
     assert chosen.fits
-    assert seconds * (1 - 1e-9) <= chosen.full_step_seconds() <= seconds * 1.011  # half a percent twice is let go
+    assert seconds * (1 - 1e-9) <= chosen.full_step_seconds <= seconds * 1.011  # half a percent twice is let go
 
 
 def test_layers_that_take_long_to_start_get_large_microbatches_and_others_small_ones(job):
@@ -104,8 +104,8 @@ def test_the_division_fits_where_another_would_be_faster_and_does_not(job):
     limit = target(free.bill.host - 1)
     tight = plan_all(job, limit, start=1e-2)
     assert tight.fits
-    assert tight.full_step_seconds() > free.full_step_seconds()
-    assert tight.full_step_seconds() <= best_of_all(job, limit, start=1e-2)[0] * 1.011
+    assert tight.full_step_seconds > free.full_step_seconds
+    assert tight.full_step_seconds <= best_of_all(job, limit, start=1e-2)[0] * 1.011
     assert (tight.rows, tight.num_microbatches, tight.plan) != (free.rows, free.num_microbatches, free.plan)
 
 

@@ -78,7 +78,7 @@ def test_the_same_times_leave_the_prediction_as_it_was(planned):
     found = as_measured(planned, traced(planned))
     assert found is not None
     same = replace(found, target=TARGET)
-    assert same.full_step_seconds() == pytest.approx(planned.full_step_seconds())
+    assert same.full_step_seconds == pytest.approx(planned.full_step_seconds)
 
 
 def test_workers_that_differ_get_speeds_and_alike_ones_none(planned):
@@ -110,10 +110,10 @@ def test_a_plan_from_wrong_times_is_replaced_by_that_of_the_true_ones(planned):
     measured = as_measured(misled, traced(misled, head=0.1))
     assert measured is not None
     found = replanned(measured)
-    assert found.full_step_seconds() < 0.97 * measured.full_step_seconds()
+    assert found.full_step_seconds < 0.97 * measured.full_step_seconds
     assert found.num_microbatches == misled.num_microbatches
-    best = plan_job(planned, found.target, PROFILES).full_step_seconds()
-    assert found.full_step_seconds() == pytest.approx(best, rel=0.02)
+    best = plan_job(planned, found.target, PROFILES).full_step_seconds
+    assert found.full_step_seconds == pytest.approx(best, rel=0.02)
 
 
 def test_where_nothing_was_known_the_trace_gives_times_in_the_proportions_of_the_shapes(made):
@@ -122,7 +122,7 @@ def test_where_nothing_was_known_the_trace_gives_times_in_the_proportions_of_the
     thought = replace(blind, profiles=refine._from_shapes(blind))
     found = as_measured(blind, traced(thought, forward=1e-9, backward=1e-9, head=1e-9))
     assert found is not None
-    assert found.full_step_seconds() > 0
+    assert found.full_step_seconds > 0
 
 
 def test_compiled_layers_keep_the_graphs_that_they_run_as(planned):
@@ -132,7 +132,7 @@ def test_compiled_layers_keep_the_graphs_that_they_run_as(planned):
     measured = as_measured(compiled, traced(compiled))
     assert measured is not None
     found = replanned(measured)
-    assert found.full_step_seconds() < measured.full_step_seconds()
+    assert found.full_step_seconds < measured.full_step_seconds
     assert (found.plan.fused, found.plan.recompute) == (odd.fused, "layer")
     by_stage = replace(measured, plan=replace(odd, recompute="stage"))
     assert replanned(by_stage).plan == by_stage.plan
