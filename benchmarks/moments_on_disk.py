@@ -48,7 +48,7 @@ def main() -> int:
     layouts = build_layouts(layers, {})
     file = MomentsFile(arguments.folder, layouts, "fp32")
     store = HostStore(layouts, gradient_dtype=torch.bfloat16, moments_file=file)
-    window, algorithm = MomentsWindow(file, Failure(), Delays(None)), AdamW()
+    window, algorithm = MomentsWindow(file, store.update_order, Failure(), Delays(None)), AdamW()
 
     def update(step: int) -> None:
         for number, layer in enumerate(store.layers):

@@ -178,6 +178,12 @@ class HostStore:
         with ThreadPoolExecutor(_ALLOCATING_THREADS, "allocator") as pool:
             self.layers: list[HostLayer] = list(pool.map(self._allocate_layer, layouts, parts))
         self._layer_of = {name: layout.layer for layout in layouts for name in layout.own}
+        self.update_order = _backward_order(layouts) if two_copies else list(range(len(layouts)))
+        """Of the layers: that in which what waits for their updates comes.
+
+        The next forward waits for new weights, its first layers first. With two copies it does not, and what
+        waits is the next backward, whose gradients, the last layer's first, land where those before are read.
+        """
 
     def _allocate_layer(self, layout: LayerLayout, frozen: torch.Tensor | None) -> HostLayer:
         weights = self._allocate(layout.host_bytes if frozen is None else layout.frozen_start)
@@ -311,6 +317,15 @@ class HostStore:
     @property
     def num_parameters(self) -> int:
         return sum(layer.layout.num_parameters for layer in self.layers)
+
+
+def _backward_order(layouts: Sequence[LayerLayout]) -> list[int]:
+    """From the last layer to the first, owners of weights before layers that hold a part of their gradient."""
+    order: dict[int, None] = {}
+    for layout in reversed(layouts):
+        order |= dict.fromkeys(piece.layer for piece in layout.borrowed_gradients)
+        order[layout.layer] = None
+    return list(order)
 
 
 def _trained_bytes(layout: LayerLayout, whole_masters: bool) -> tuple[int, int]:

@@ -55,7 +55,7 @@ class Piece:
 
 
 def moments_pieces(layouts: Sequence[LayerLayout], state_format: StateFormat) -> list[Piece]:
-    """All pieces, in the order of updates, which is that of the file."""
+    """All pieces, in the order of the file, layer by layer."""
     pieces, offset = [], 0
     for layout in layouts:
         for start in range(0, layout.num_trained, PIECE_PARAMETERS):

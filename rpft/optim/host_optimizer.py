@@ -2,8 +2,8 @@
 
 Nothing is written before the whole step's gradient has been seen to be finite: a step that is not is skipped.
 From there on an update needs nothing more of the workers, so that one which has begun is finished although they
-run out of memory: every layer has had it, or none. Layers are updated in forward order, so that the next step's
-first uploads wait the least.
+run out of memory: every layer has had it, or none. Layers are updated in the order in which something waits for
+them (HostStore.update_order).
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ class HostOptimizer:
         """Begins anew, behind the last update that was applied, after a fault that ended the threads."""
         self.stream = Stream("optimizer", self._failure, self._delays)
         file = self._store.moments_file
-        self._window = None if file is None else MomentsWindow(file, self._failure, self._delays)
+        self._window = (
+            None if file is None else MomentsWindow(file, self._store.update_order, self._failure, self._delays)
+        )
 
     @property
     def streams(self) -> list[Stream]:
@@ -156,8 +158,8 @@ class HostOptimizer:
             self._skipped_in_a_row += 1
         else:
             self._skipped_in_a_row = 0
-        for index, layer in enumerate(self._store.layers):
-            if layer.layout.num_trained > 0:
+        for index in self._store.update_order:
+            if self._store.layers[index].layout.num_trained > 0:
                 self._write_layer(update, index, None if skipped else rate, norm)
             ticket.read[index].set()
             update.after.written[index].set()

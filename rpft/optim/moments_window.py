@@ -12,7 +12,7 @@ reads the file then, a checkpoint, sees that update whole.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import cycle
 
@@ -30,8 +30,11 @@ from rpft.model.moments_file import MomentsFile, Piece
 class MomentsWindow:
     """The disk's side of an optimizer. ``pieces`` and ``settle`` are called by the optimizer's thread."""
 
-    def __init__(self, file: MomentsFile, failure: Failure, delays: Delays) -> None:
-        """Begins to read; from now on nothing but this writes to ``file`` until it is closed."""
+    def __init__(self, file: MomentsFile, order: Sequence[int], failure: Failure, delays: Delays) -> None:
+        """Begins to read; from now on nothing but this writes to ``file`` until it is closed.
+
+        ``order``: of the layers, in every update.
+        """
         self._file = file
         # They outlive a device without memory, since an update that has begun is finished then.
         self._failure = Lasting(failure)
@@ -39,7 +42,7 @@ class MomentsWindow:
         self._writer = Stream("optimizer to disk", self._failure, delays)
         self.streams = [self._reader, self._writer]
         self._ring = Ring(file.window)
-        self._coming = cycle(file.pieces)
+        self._coming = cycle([piece for layer in order for piece in file.of_layer(layer)])
         self._read: deque[tuple[Piece, torch.Tensor, Event, Event]] = deque()
         """(piece, buffer, when it is read, to be recorded when the buffer is free), in order."""
         for _ in file.window:
@@ -48,7 +51,7 @@ class MomentsWindow:
     def pieces(self, layer: int) -> Iterator[tuple[slice, Moments]]:
         """(parameters of ``layer``, their moments), piece by piece, each to be changed in place.
 
-        Layers must come in order, all that have any, and each to its end.
+        Layers must come in the order given, all that have any, and each to its end.
         """
         for expected in self._file.of_layer(layer):
             piece, buffer, loaded, freed = self._read.popleft()

@@ -272,10 +272,12 @@ class Run:
             seconds = seconds + self._beside() / rates.memory
         seconds = np.maximum(seconds, sizes / rates.moments)  # reads and writes run beside it
         begun = np.maximum(self.optimizer, end)
-        written = begun + np.cumsum(seconds, axis=0)
+        # Exact updates go from the first layer to the last, as their readers do, late ones the other way.
+        up, last = (slice(None, None, -1), 0) if self.shape.delayed else (slice(None), -1)
+        written = begun + np.cumsum(seconds[up], axis=0)[up]
         if self.watcher is not None:
-            self.watcher.update(begun, written[-1])
-        self.optimizer = np.where(done, written[-1], self.optimizer)
+            self.watcher.update(begun, written[last])
+        self.optimizer = np.where(done, written[last], self.optimizer)
         if self.shape.delayed:
             written, self.late = self.late, np.where(done, written, self.late)
         self._set_written(done, written)

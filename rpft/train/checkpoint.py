@@ -85,8 +85,8 @@ class CheckpointFolder:
     ) -> Path:
         """Writes a checkpoint; older ones beyond ``keep_last`` go when it is whole.
 
-        ``write_layer`` writes a layer's file. ``before_commit`` is called when nothing but the names of the
-        files is missing on the disk.
+        ``write_layer`` writes a layer's file; the order is that of ``layouts``. ``before_commit`` is called when
+        nothing but the names of the files is missing on the disk.
         """
         final = self.path / _name(state.step)
         fresh = final.with_name(final.name + _PARTIAL)

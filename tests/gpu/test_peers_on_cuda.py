@@ -16,9 +16,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "kernels"), [("full", "compile"), ("full", "eager"), ("lora", "compile"), ("delayed", "eager")]
-)
+@pytest.mark.parametrize(("kind", "kernels"), [("full", "compile"), ("lora", "eager"), ("delayed", "eager")])
 def test_every_peer_that_is_installed_has_the_losses_of_the_run(kind, kernels, tmp_path):
     """Those that are not are lines with their reason."""
     sections = {
@@ -30,10 +28,10 @@ def test_every_peer_that_is_installed_has_the_losses_of_the_run(kind, kernels, t
     }
     project = make_project(tmp_path, "qwen3", eval_rows=0, sections=sections)
     logs = tmp_path / "logs"
-    counts = "1,2" if torch.cuda.device_count() > 1 else "1"
+    count = str(min(torch.cuda.device_count(), 2))  # each peer is a process a count, which imports all of it
     # A delayed run has the numbers of the one peer that is late as well.
     peers = "roundpipe" if kind == "delayed" else ",".join(PEERS)
-    words = ("--workers", counts, "--steps", "2", "--peers", peers, "--losses", "5", "--peer-logs", str(logs))
+    words = ("--workers", count, "--steps", "2", "--peers", peers, "--losses", "5", "--peer-logs", str(logs))
     ran = run_rpft("bench", str(project.recipe), *words, "--json")
     assert ran.code == 0, ran.err
     found = json.loads(ran.out)
