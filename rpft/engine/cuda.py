@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -14,13 +13,9 @@ import torch
 from rpft.engine.failure import Failure
 from rpft.engine.host_memory import page_locked
 from rpft.engine.link import EmulatedLink
-from rpft.engine.streams import Delays, Event, Stream
+from rpft.engine.queue_stream import QueueStream
+from rpft.engine.streams import Delays, Stream
 from rpft.engine.trace import LINK
-
-_TASKS_IN_FLIGHT = 6
-"""Tasks of a stream issued and not complete: enough to hide launching, few enough to bound memory. About every
-third one is a layer, the others only keep books."""
-
 
 _ALIGNMENTS = 5
 """Times that a device's clock is compared with the host's; the quickest round trip counts."""
@@ -67,8 +62,8 @@ class CudaClock:
         return self._reference_seconds + self._reference.elapsed_time(stamp) / 1e3
 
 
-class CudaStream(Stream):
-    """A stream whose tasks launch work on one CUDA stream; waits between CUDA streams never block the host."""
+class CudaStream(QueueStream):
+    """A stream whose tasks launch work on one CUDA stream."""
 
     def __init__(
         self,
@@ -80,50 +75,34 @@ class CudaStream(Stream):
         link: EmulatedLink | None,
     ) -> None:
         """``link``: what this stream's transfers are slowed down to, None for the real one."""
-        self._device, self.clock, self._link = device, clock, link
-        self.native = torch.cuda.Stream(device)
-        self._in_flight: deque[torch.cuda.Event] = deque()
-        super().__init__(name, failure, delays)
+        self._device, self._link = device, link
+        self._cuda_stream = torch.cuda.Stream(device)
+        super().__init__(name, failure, delays, self._cuda_stream, clock)
 
     def stamp(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
-        event.record(self.native)
+        event.record(self._cuda_stream)
         return event
 
     def _carry_out(self, task: Callable[[], object], what: str, copied_bytes: int) -> None:
-        if self._link is not None and copied_bytes:
-            self._note_wait(LINK)
-            transferred = self._link.reserve(self.native, copied_bytes)
-
-            def transfer() -> None:
-                task()
-                self.native.wait_event(transferred)
-
-            super()._carry_out(transfer, what, copied_bytes)
-        else:
+        if self._link is None or not copied_bytes:
             super()._carry_out(task, what, copied_bytes)
-        mark = torch.cuda.Event()
-        mark.record(self.native)
-        self._in_flight.append(mark)
-        if len(self._in_flight) > _TASKS_IN_FLIGHT:
-            self._in_flight.popleft().synchronize()
+            return
+        self._note_wait(LINK)
+        transferred = self._link.reserve(self._cuda_stream, copied_bytes)
+
+        def transfer() -> None:
+            task()
+            self._cuda_stream.wait_event(transferred)
+
+        super()._carry_out(transfer, what, copied_bytes)
 
     def uses(self, tensor: Any) -> None:
-        tensor.record_stream(self.native)
-
-    def _await(self, event: Event) -> None:
-        event.wait_issued(self._failure)
-        if event.native is not None:
-            self.native.wait_event(event.native)
-
-    def _mark(self, event: Event) -> None:
-        native = torch.cuda.Event()
-        native.record(self.native)
-        event.set(native)
+        tensor.record_stream(self._cuda_stream)
 
     def _enter(self) -> Any:
         torch.cuda.set_device(self._device)
-        context = torch.cuda.stream(self.native)
+        context = torch.cuda.stream(self._cuda_stream)
         context.__enter__()
         return context
 

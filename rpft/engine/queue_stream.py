@@ -1,0 +1,58 @@
+"""A stream that issues its tasks to a device's own queue, and goes on before the device has done them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from rpft.engine.failure import Failure
+from rpft.engine.streams import Delays, Event, Stream
+from rpft.engine.tracer import Clock
+
+_TASKS_IN_FLIGHT = 6
+"""Tasks of a stream issued and not complete: enough to hide launching, few enough to bound memory. About every
+third one is a layer, the others only keep books."""
+
+
+class Mark(Protocol):
+    """A point of a queue's order."""
+
+    def synchronize(self) -> None:
+        """Blocks the thread until the device is there."""
+        ...
+
+
+class Queue(Protocol):
+    """What a device carries out in order; ``torch.cuda.Stream`` is one."""
+
+    def record_event(self) -> Mark:
+        """A mark behind all that was issued so far."""
+        ...
+
+    def wait_event(self, event: Any) -> None:
+        """What is issued from now on starts when the device is at ``event``, a mark of any queue."""
+        ...
+
+
+class QueueStream(Stream):
+    """A stream whose tasks issue work to ``native``; waits between queues never block the host."""
+
+    def __init__(self, name: str, failure: Failure, delays: Delays, native: Queue, clock: Clock) -> None:
+        self.native, self.clock = native, clock
+        self._in_flight: deque[Mark] = deque()
+        super().__init__(name, failure, delays)
+
+    def _carry_out(self, task: Callable[[], object], what: str, copied_bytes: int) -> None:
+        super()._carry_out(task, what, copied_bytes)
+        self._in_flight.append(self.native.record_event())
+        if len(self._in_flight) > _TASKS_IN_FLIGHT:
+            self._in_flight.popleft().synchronize()
+
+    def _await(self, event: Event) -> None:
+        event.wait_issued(self._failure)
+        if event.native is not None:
+            self.native.wait_event(event.native)
+
+    def _mark(self, event: Event) -> None:
+        event.set(self.native.record_event())
