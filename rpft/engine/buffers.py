@@ -6,7 +6,7 @@ events after which it may be written again, so that its next writer waits for it
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -51,6 +51,8 @@ class Boundary:
     readers_left: int
     delivered: Event = field(default_factory=Event)
     read: list[Event] = field(default_factory=list)
+    last_read_at: int = 0
+    """About when, of the readings so far; see ``Pace``."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +64,23 @@ class Reading:
 
 
 class BoundaryPool:
-    """Host buffers for boundaries, all of one size, reused oldest first; grows to what the plan needs."""
+    """Host buffers for boundaries, all of one size; grows to what the plan needs.
+
+    Of those that are free by the order of the program the one is used again that is first free in time: workers
+    are at several slots at once, and who takes the memory of a slot that is not nearly done waits for it.
+    """
 
     def __init__(self, allocate: Callable[[int], torch.Tensor], num_bytes: int, dtype: torch.dtype) -> None:
         self._allocate, self._num_bytes, self._dtype = allocate, num_bytes, dtype
-        self._free: deque[tuple[torch.Tensor, list[Event]]] = deque()
+        self._free: list[tuple[int, int, torch.Tensor, list[Event]]] = []
+        """A heap: (when it is free, number of the reading, memory, its last readers)."""
+        self._readings = 0
         self.num_buffers = 0
 
     def acquire(self, shape: tuple[int, int, int], num_readers: int) -> Boundary:
         """A boundary of ``shape`` that ``num_readers`` slots will read."""
         if self._free:
-            memory, guards = self._free.popleft()
+            _, _, memory, guards = heapq.heappop(self._free)
         else:
             memory, guards = self._allocate(self._num_bytes), []
             self.num_buffers += 1
@@ -84,12 +92,17 @@ class BoundaryPool:
         """As ``acquire``, of a whole buffer of bytes."""
         return self.acquire((1, 1, self._num_bytes // self._dtype.itemsize), num_readers)
 
-    def read(self, boundary: Boundary) -> Reading:
-        """The next reading of ``boundary``; with the last one its memory goes back to the pool."""
+    def read(self, boundary: Boundary, at: int) -> Reading:
+        """The next reading of ``boundary``; with the last one its memory goes back to the pool.
+
+        ``at``: about when that will be, see ``Pace``.
+        """
         reading = Reading(boundary, Event())
         boundary.read.append(reading.done)
         boundary.readers_left -= 1
         assert boundary.readers_left >= 0
+        boundary.last_read_at = max(boundary.last_read_at, at)
         if boundary.readers_left == 0:
-            self._free.append((boundary.memory, boundary.read))
+            self._readings += 1
+            heapq.heappush(self._free, (boundary.last_read_at, self._readings, boundary.memory, boundary.read))
         return reading

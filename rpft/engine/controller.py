@@ -15,10 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from rpft.engine.buffers import Boundary, BoundaryPool
+from rpft.engine.pace import Pace
 from rpft.engine.slot import GradientCopy, HostBatch, Slot, SlotKind, Task, WeightCopy
 from rpft.engine.streams import Event, happened
 from rpft.engine.worker import Worker
@@ -98,6 +100,16 @@ class Update:
     """What lay where ``after`` is written: ``before`` itself, or, with delayed updates, the version before it."""
 
 
+class _Turn(NamedTuple):
+    """A slot's place in the order of dispatch."""
+
+    number: int
+    """Of the slot in the run."""
+    worker: int
+    begins: int
+    """About when, see ``Pace``."""
+
+
 class Controller:
     """Builds slots from steps and dispatches them. All methods are called from one thread."""
 
@@ -134,6 +146,7 @@ class Controller:
         self._keeping = set(keeping_layers(self._layouts, plan, self.first_trained))
         self._balanced = balanced
         self._slots_dispatched = 0
+        self._pace = Pace(len(workers))
         assert not update_lag or all(x.second.numel() > 0 for x in store.layers if x.layout.num_trained > 0)
         self._copies = [WeightVersion.of(i, [happened() for _ in store.layers]) for i in range(1 + update_lag)]
         """What lies in each copy of the working weights."""
@@ -155,6 +168,8 @@ class Controller:
             Losses(),
             torch.zeros(len(self._layouts), dtype=torch.float64),
         )
+        if not self._update_lag:
+            self._pace.rest()  # for the update
         size = self._plan.num_microbatches
         for number, start in enumerate(range(0, len(microbatches), size)):
             tasks = [(b, self._key(step, start + i)) for i, b in enumerate(microbatches[start : start + size])]
@@ -201,28 +216,29 @@ class Controller:
                 break
             fused = stage is self._plan.fused
             passes_on = stage.first > self.first_trained
+            turn = self._next_turn(place, len(batches), follows=place > first_place)
             tasks = []
             for m, batch in enumerate(batches):
-                task = Task(*batch)
+                task, at = Task(*batch), turn.begins + m
                 for segment in segments[stage]:
                     if segment.first > 0:
-                        task.inputs[segment.first] = self._boundaries.read(inputs[segment.first][m])
+                        task.inputs[segment.first] = self._boundaries.read(inputs[segment.first][m], at)
                     for layer in [each for each in segment.layers if each in keeping]:
-                        task.kept_inputs[layer] = self._kept.read(keeping[layer][m])
+                        task.kept_inputs[layer] = self._kept.read(keeping[layer][m], at)
                 if gradients is not None:
-                    task.grad_input = self._boundaries.read(gradients[m])
+                    task.grad_input = self._boundaries.read(gradients[m], at)
                 if passes_on:
                     task.grad_output = self._boundaries.acquire(self._shape(task.batch), 1)
                 tasks.append(task)
             gradients = [task.grad_output for task in tasks if task.grad_output is not None]
             self._dispatch(
+                turn,
                 SlotKind.FUSED if fused else SlotKind.BACKWARD,
                 stage,
                 segments[stage],
                 tasks,
                 self._gradient_copies(stage, ticket, number == 0, last),
                 ticket.losses if fused else None,
-                place,
                 ticket.router_losses,
             )
 
@@ -247,10 +263,11 @@ class Controller:
         kept: dict[int, list[Boundary]] = {}
         starts = {stage.first for stage in self._plan.forward} | {self._plan.fused.first}
         for number, stage in enumerate(self._plan.forward):
+            turn = self._next_turn(None if place is None else place + number, len(batches), follows=number > 0)
             tasks = [Task(*batch) for batch in batches]
             for m, task in enumerate(tasks):
                 if stage.first > 0:
-                    task.inputs[stage.first] = self._boundaries.read(kept[stage.first][m])
+                    task.inputs[stage.first] = self._boundaries.read(kept[stage.first][m], turn.begins + m)
                 for layer in range(stage.first + 1, stage.last + 2):
                     readers = later_readers(layer) + (layer in starts)
                     if readers:
@@ -262,17 +279,17 @@ class Controller:
                 for layer in [each for each in stage.layers if each in self._keeping]:
                     task.kept_outputs[layer] = self._kept.acquire_bytes(1)
                     keeping.setdefault(layer, []).append(task.kept_outputs[layer])
-            in_step = None if place is None else place + number
-            self._dispatch(SlotKind.FORWARD, stage, (), tasks, [], None, in_step)
+            self._dispatch(turn, SlotKind.FORWARD, stage, (), tasks, [], None)
         return kept
 
     def _loss_slot(self, batches: Sequence[KeyedBatch], inputs: dict[int, list[Boundary]], losses: Losses) -> None:
         fused = self._plan.fused
+        turn = self._next_turn(None, len(batches), follows=bool(self._plan.forward))
         tasks = [Task(*batch) for batch in batches]
         if fused.first > 0:
             for m, task in enumerate(tasks):
-                task.inputs[fused.first] = self._boundaries.read(inputs[fused.first][m])
-        self._dispatch(SlotKind.LOSS, fused, (), tasks, [], losses, None)
+                task.inputs[fused.first] = self._boundaries.read(inputs[fused.first][m], turn.begins + m)
+        self._dispatch(turn, SlotKind.LOSS, fused, (), tasks, [], losses)
 
     def _shape(self, batch: HostBatch) -> tuple[int, int, int]:
         rows, sequence = batch.input_ids.shape
@@ -291,21 +308,29 @@ class Controller:
                 ticket.landed[layer] = copies[-1].landed
         return copies
 
+    def _next_turn(self, place: int | None, num_microbatches: int, follows: bool) -> _Turn:
+        """The next slot's: on the worker that the plan says, or the next by a count that runs on and on.
+
+        ``place``: of the slot in its step; None in an evaluation, which goes in turn. ``follows``: see ``Pace``.
+        """
+        number, workers = self._slots_dispatched, len(self._workers)
+        self._slots_dispatched += 1
+        planned = None if place is None else self._plan.worker_of(place, workers)
+        worker = number % workers if planned is None else planned
+        return _Turn(number, worker, self._pace.begin(worker, num_microbatches, follows))
+
     def _dispatch(
         self,
+        turn: _Turn,
         kind: SlotKind,
         stage: Stage,
         segments: tuple[Stage, ...],
         tasks: list[Task],
         gradients: list[GradientCopy],
         losses: Losses | None,
-        place: int | None,
         router_losses: Losses | None = None,
     ) -> None:
-        """Gives a slot to the worker that the plan says, or to the next in turn, by a count that runs on and on.
-
-        ``place``: of the slot in its step; None in an evaluation, which goes in turn.
-        """
+        """Gives a slot to the worker whose turn it is."""
         uploaded = Event()
         starts = region_starts(self._layouts, stage)
         weights = []
@@ -323,7 +348,7 @@ class Controller:
                     weights.append(WeightCopy(part, start + at, written, on_disk))
                 if parts:
                     self._weights.readers[piece.layer].append(uploaded)
-        slot = Slot(self._slots_dispatched, kind, stage, segments, tasks, weights, uploaded, gradients, None)
+        slot = Slot(turn.number, kind, stage, segments, tasks, weights, uploaded, gradients, None)
         if losses is not None:
             slot.losses = losses.expect((len(tasks),), slot.losses_ready)
         if router_losses is not None:
@@ -331,7 +356,4 @@ class Controller:
             if slot.balanced:
                 shape = len(tasks), len(slot.balanced)
                 slot.router_losses = router_losses.expect(shape, slot.router_losses_ready)
-        number = None if place is None else self._plan.worker_of(place, len(self._workers))
-        worker = self._workers[self._slots_dispatched % len(self._workers) if number is None else number]
-        self._slots_dispatched += 1
-        worker.enqueue(slot)
+        self._workers[turn.worker].enqueue(slot)
