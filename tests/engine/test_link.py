@@ -37,6 +37,11 @@ class VirtualStream:
     def wait_event(self, event):
         self.seconds = max(self.seconds, event.at)
 
+    def record_event(self):
+        event = VirtualEvent()
+        event.record(self)
+        return event
+
 
 class VirtualEvent:
     def __init__(self, enable_timing=False):
