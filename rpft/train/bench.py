@@ -129,19 +129,20 @@ def timed_steps(
     batches: Callable[[int], Sequence[HostBatch]],
     told: Callable[[UpdateResult, float], None] = lambda result, seconds: None,
 ) -> list[float]:
-    """Runs ``steps``, each queued while the one before computes, from rest to rest; the seconds of each.
+    """Runs ``steps``, each queued while those before compute, from rest to rest; the seconds of each.
 
     A step lasts from the end of the one before to that of its own update. ``told`` of each as it ends.
     """
-    engine, seconds, mark = machinery.engine, [], time.perf_counter()
-    for step in range(steps.start, steps.stop + 1):
+    engine, seconds, mark, ahead = machinery.engine, [], time.perf_counter(), machinery.steps_ahead
+    for step in range(steps.start, steps.stop + ahead):
         if step < steps.stop:
             engine.submit_step(step, batches(step))
         else:
             engine.flush()
-        if step > steps.start:
-            with machinery.watchdog.expecting(f"step {step - 1}"):
-                result = machinery.optimizer.wait(step - 1)
+        over = step - ahead
+        if over >= steps.start:
+            with machinery.watchdog.expecting(f"step {over}"):
+                result = machinery.optimizer.wait(over)
             now = time.perf_counter()
             seconds.append(now - mark)
             mark = now

@@ -1,8 +1,9 @@
 """The training loop: one for full, LoRA, sync and delayed runs, on any pool of workers.
 
 The loop stays one step ahead of the engine: while step t computes, step t + 1 is queued behind it, so that the
-end of one step and the start of the next overlap. A checkpoint is written behind it, too. It comes to rest only
-where state must stand still: at an evaluation of exact updates, at the end.
+end of one step and the start of the next overlap; t + 2, too, where updates are late and workers many. It comes to
+rest only where state must stand still: at an evaluation of exact updates, at the end. A checkpoint is written
+behind it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -124,7 +126,8 @@ class Trainer:
 
     def _begin_at(self, step: int) -> None:
         """What is known of steps after ``step`` is forgotten."""
-        self._in_flight: Flight | None = None
+        self._in_flight: deque[Flight] = deque()
+        """The steps that the engine was given and that are not over, the oldest first."""
         self._submitted = step
         """The last step that the engine was given and that is not undone."""
         self._past_boundary = step
@@ -180,11 +183,13 @@ class Trainer:
             else:
                 self._first_steps.before(step, machinery.streams())
                 machinery.engine.submit_step(step, flight.host_batches())
-                self._finish_in_flight()
-                self._in_flight = flight
+                self._in_flight.append(flight)
+                # One that is to be saved is not kept waiting, since the update after it waits for its save.
+                saved_next = self._saver.armed_step == self._in_flight[0].step
+                self._finish_in_flight(left=1 if saved_next else machinery.steps_ahead)
             self._submitted = step
             self._at_boundary(step)
-            better = self._first_steps.after(step - 1)
+            better = self._first_steps.after(self._state.step)
             if better is not None:
                 self._change_plan(better)
         self._rest()
@@ -198,8 +203,8 @@ class Trainer:
         """After ``error``, a device without memory, begins anew with a smaller plan, behind the last update."""
         self._machinery.start_smaller(error)
         done, before = self._machinery.optimizer.last_step, self._prepared
-        if self._in_flight is not None and self._in_flight.step > done:
-            self._in_flight = None
+        while self._in_flight and self._in_flight[-1].step > done:
+            self._in_flight.pop()
         self._submitted = done
         self._first_steps.forget()
         now = self._machinery.prepared
@@ -224,7 +229,7 @@ class Trainer:
             now.write_plan_file()
 
     def _change_plan(self, now: Prepared) -> None:
-        """Goes on with the plan of ``now`` behind the step in flight; no number depends on it."""
+        """Goes on with the plan of ``now`` behind the steps in flight; no number depends on it."""
         before = replace(now, plan=self._prepared.plan).full_step_seconds
         share = 100 * (1 - now.full_step_seconds / before)
         self._finish_in_flight()
@@ -246,7 +251,9 @@ class Trainer:
         every, last = self._recipe.train.eval_every, step == self._num_steps
         evaluate = bool(self._eval_batches) and every is not None and step % every == 0 and not last
         if evaluate and self._evaluated < step:
-            if not self._delayed:
+            if self._delayed:
+                self._finish_in_flight(left=1)
+            else:
                 self._rest()
             self._evaluate(step)
             self._mark = time.monotonic()
@@ -270,13 +277,16 @@ class Trainer:
         self._finish_in_flight()
         self._machinery.rest()
 
-    def _finish_in_flight(self) -> None:
-        if self._in_flight is None:
-            return
-        flight, machinery = self._in_flight, self._machinery
+    def _finish_in_flight(self, left: int = 0) -> None:
+        """Waits for the oldest steps that are under way, until so many are left."""
+        while len(self._in_flight) > left:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        flight, machinery = self._in_flight[0], self._machinery
         with machinery.watchdog.expecting(f"step {flight.step}"):
             result = machinery.optimizer.wait(flight.step)
-        self._in_flight = None
+        self._in_flight.popleft()
         if not self._settled:
             self._settled = True
             machinery.engine.settle()
@@ -372,9 +382,10 @@ class Trainer:
 
     def _save(self, step: int) -> None:
         """Has the state after ``step`` written as soon as that step is finished."""
+        self._finish_in_flight(left=1)  # one of them may be being saved
         self._saver.arm(step)
         self._last_save = time.monotonic()
-        if self._in_flight is None:
+        if not self._in_flight:
             self._saver.start(self._state)
 
     def _save_result(self) -> Path:

@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 5.0
 
+_TURNS_LEFT = 3
+"""Slots of a step for each worker: where a step ends, the workers are at one each of those of the next."""
+
 
 class Machinery:
     """What carries out the steps of a run. All methods are called from the main thread."""
@@ -48,6 +51,17 @@ class Machinery:
     def engine(self) -> Engine:
         assert self._engine is not None
         return self._engine
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps that are best submitted, and not over, whenever one is waited for.
+
+        The first slots of a step wait for an exact update of the step before, for a late one of the step before
+        that. By then workers that have few slots of a step each have taken up those of the next step, too.
+        """
+        prepared = self.prepared
+        slots = prepared.plan.num_slots * prepared.rounds
+        return 2 if prepared.delayed and slots < _TURNS_LEFT * len(prepared.devices) else 1
 
     def streams(self) -> list[Stream]:
         """Those of the engine and of the optimizer; none while there is no engine. Any thread's."""

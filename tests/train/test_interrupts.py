@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from support.engines import plan_of
 from support.recipes import chats, run_rpft, watch
 
 import rpft.train.loop
@@ -99,6 +100,31 @@ def test_an_interrupt_of_a_delayed_run_changes_no_number(project, monkeypatch):
         resumed = made.train_well(f"stopped {step}", "--resume", "engine.workers=2")
         assert resumed.numbers == unbroken.numbers
         assert resumed.result == unbroken.result
+
+
+def test_two_steps_ahead_too(project, monkeypatch):
+    """Late updates, and workers that have few slots of a step: every step is saved, and the run interrupted."""
+    sections = {**SECTIONS, "optimizer": {"update": "delayed"}, "checkpoint": {"every_steps": 1, "keep_last": 9}}
+    made = project("two steps ahead", "llama", sections=sections)
+    unbroken = made.train_well("unbroken", "engine.workers=1")
+    plan = made.folder / "plan.json"
+    plan.write_text(plan_of([(0, 4)], [(5, 5), (0, 4)], 4, "layer").to_json())
+    many = [f"engine.plan={plan}", "engine.workers=4"]
+    ahead = []
+    submit = rpft.train.loop.Machinery.steps_ahead.fget
+    patched = property(lambda machinery: ahead.append(submit(machinery)) or ahead[-1])
+    monkeypatch.setattr(rpft.train.loop.Machinery, "steps_ahead", patched)
+    whole = made.train_well("whole", *many)
+    assert set(ahead) == {2}
+    assert whole.numbers == unbroken.numbers
+    assert whole.result == unbroken.result
+    assert whole.checkpoints == unbroken.checkpoints
+    with monkeypatch.context() as patch:
+        send_at(2, [signal.SIGTERM], patch)
+        assert made.train("stopped", *many).code == 143
+    resumed = made.train_well("stopped", "--resume", *many)
+    assert resumed.numbers == unbroken.numbers
+    assert resumed.result == unbroken.result
 
 
 def test_a_closed_terminal_asks_once_however_often_it_says_so(runs, monkeypatch):
