@@ -37,6 +37,7 @@ SMALL = {
     "llama-45m": ("Llama", 16384, 512, 1536, 8, 8, 4, 64, False),
     "qwen3-80m": ("Qwen3", 16384, 768, 2304, 10, 12, 4, 64, True),
     "tiny": ("Llama", 512, 64, 192, 4, 4, 2, 16, False),
+    "tiny-32": ("Llama", 512, 64, 192, 32, 4, 2, 16, False),
 }
 """Models that nobody has, for small machines."""
 

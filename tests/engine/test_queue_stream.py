@@ -1,0 +1,97 @@
+"""A stream that issues to a device's queue: it goes on while the device works, a few tasks and no more."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from rpft.engine.failure import Failure
+from rpft.engine.queue_stream import QueueStream
+from rpft.engine.streams import Delays, Event
+from rpft.engine.tracer import HostClock
+
+TASKS = 20
+IN_FLIGHT = 6
+
+
+class Gate:
+    """A mark that the device reaches when it is opened."""
+
+    def __init__(self) -> None:
+        self.opened, self.waited_for = threading.Event(), threading.Event()
+
+    def synchronize(self) -> None:
+        self.waited_for.set()
+        assert self.opened.wait(30)
+
+
+class Held:
+    """A queue that gets nowhere by itself."""
+
+    def __init__(self) -> None:
+        self.gates: list[Gate] = []
+        self.told_to_wait_for: list[object] = []
+
+    def record_event(self) -> Gate:
+        self.gates.append(Gate())
+        return self.gates[-1]
+
+    def gate(self, number: int) -> Gate:
+        """That of task ``number``, as soon as there is one."""
+        pause = threading.Event()
+        while len(self.gates) <= number:
+            pause.wait(0.001)
+        return self.gates[number]
+
+    def wait_event(self, event: object) -> None:
+        self.told_to_wait_for.append(event)
+
+
+@pytest.fixture
+def held():
+    queue, failure = Held(), Failure()
+    stream = QueueStream("cuda:0 compute", failure, Delays(None), queue, HostClock())
+    yield stream, queue, failure
+    failure.set(RuntimeError("the test is over"))
+    for gate in queue.gates:
+        gate.opened.set()
+    stream.close()
+    assert stream.join(5.0)
+
+
+def test_few_tasks_are_issued_ahead_of_the_device(held):
+    stream, queue, failure = held
+    issued, done = [], Event()
+    for number in range(TASKS):
+        stream.run(lambda number=number: issued.append(number), "a task")
+    stream.record(done)
+    for number in range(TASKS - IN_FLIGHT):
+        assert queue.gate(number).waited_for.wait(30)
+        assert issued == list(range(number + IN_FLIGHT + 1))
+        assert not done.wait(0.0)
+        queue.gate(number).opened.set()
+    done.wait_issued(failure)
+    assert issued == list(range(TASKS))
+    assert done.native is queue.gates[-1], "complete when the device is there"
+
+
+def test_the_device_waits_for_another_queue_and_the_thread_only_until_it_is_known_what_for(held):
+    stream, queue, failure = held
+    event, mark, done = Event(), object(), Event()
+    stream.wait(event)
+    stream.record(done)
+    assert not done.wait(0.01)
+    event.set(mark)
+    done.wait_issued(failure)
+    assert queue.told_to_wait_for == [mark]
+
+
+def test_what_has_happened_on_the_host_is_nothing_to_wait_for_on_the_device(held):
+    stream, queue, failure = held
+    event, done = Event(), Event()
+    event.set()
+    stream.wait(event)
+    stream.record(done)
+    done.wait_issued(failure)
+    assert queue.told_to_wait_for == []
