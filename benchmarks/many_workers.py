@@ -90,6 +90,7 @@ class Case:
 class Found:
     """What one run took."""
 
+    workers: int
     step_seconds: float
     prediction: Prediction
     bubble: float
@@ -104,6 +105,15 @@ class Found:
     """How late a thread of this process woke up on average, in seconds."""
     late_elsewhere: float
     """The same of another process."""
+
+    @property
+    def at_once(self) -> float:
+        """Workers that would do the same if they never stood still.
+
+        One alone is no measure: with memory for everything it would recompute nothing.
+        """
+        busy = self.prediction.step_seconds * (1 - self.prediction.bubble)
+        return self.workers * busy / self.step_seconds
 
     @property
     def longer(self) -> float:
@@ -228,6 +238,7 @@ def run(case: Case, upload: float, optimizer: float, steps: int) -> tuple[Found,
     accounts = idle_by_cause(trace)
     busy = sum(account.busy_seconds for account in accounts)
     found = Found(
+        case.workers,
         statistics.mean(seconds[1:]),
         prediction,
         1 - busy / sum(account.window_seconds for account in accounts),
@@ -254,7 +265,7 @@ def _traced(machinery: Machinery, first: int, batches: Sequence[Any]) -> Trace:
     return trace.between(*ends)
 
 
-def figures(case: Case, found: Found, scaling: float | None, load: float) -> list[dict[str, Any]]:
+def figures(case: Case, found: Found, load: float) -> list[dict[str, Any]]:
     """The figures of a case for the record."""
     values = [
         ("seconds a step, measured", found.step_seconds, "s"),
@@ -262,7 +273,7 @@ def figures(case: Case, found: Found, scaling: float | None, load: float) -> lis
         ("measured over predicted, seconds a step", 100 * found.longer, "%"),
         ("workers idle, measured", 100 * found.bubble, "%"),
         ("workers idle, predicted", 100 * found.prediction.bubble, "%"),
-        *([] if scaling is None else [("microbatches a second, times one worker's", scaling, "")]),
+        ("workers that would do as much if never idle", found.at_once, ""),
         ("slots a step", found.slots, ""),
         ("tasks of the workers' streams a step", found.tasks, ""),
         *((f"processor time a step, {kind}", value, "s") for kind, value in found.cpu_seconds.items()),
@@ -306,9 +317,8 @@ def main() -> int:
     arguments = parse()
     torch.set_num_threads(1)
     results: list[dict[str, Any]] = []
-    alone: dict[Any, float] = {}
     print(
-        "| case | step, ms | predicted | | idle | predicted | times one worker | slots | µs of CPU a task | cores"
+        "| case | step, ms | predicted | | idle | predicted | at once | slots | µs of CPU a task | cores"
         " | late, ms |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
@@ -318,15 +328,11 @@ def main() -> int:
         case = Case(workers, workers + extra, update, lengths)
         load = os.getloadavg()[0]
         found, trace = run(case, arguments.upload, arguments.optimizer, arguments.steps)
-        rate, base = case.microbatches / found.step_seconds, (operations, forward, update, extra)
-        if workers == 1:
-            alone[base] = rate
-        scaling = rate / alone[base] if base in alone else None
         cpu = sum(found.cpu_seconds.values())
         print(
             f"| {case} | {found.step_seconds * 1e3:.1f} | {found.prediction.step_seconds * 1e3:.1f} |"
             f" {found.longer:+.1%} |"
-            f" {found.bubble:.1%} | {found.prediction.bubble:.1%} | {scaling or 0:.2f} | {found.slots} |"
+            f" {found.bubble:.1%} | {found.prediction.bubble:.1%} | {found.at_once:.2f} | {found.slots} |"
             f" {cpu / found.tasks * 1e6:.0f} | {cpu / found.step_seconds:.2f} |"
             f" {found.late * 1e3:.2f} ({found.late_elsewhere * 1e3:.2f}) |",
             flush=True,
@@ -338,7 +344,7 @@ def main() -> int:
             arguments.trace.mkdir(parents=True, exist_ok=True)
             name = f"{workers}_{case.microbatches}_{update}_{forward:g}ms_{operations}.json"
             trace.write_chrome_trace(arguments.trace / name)
-        results += figures(case, found, scaling, load)
+        results += figures(case, found, load)
         if arguments.json is not None:
             write_record(arguments.json, "many_workers", machine(["worker of pauses"] * workers), results)
         gc.collect()
