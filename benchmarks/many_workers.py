@@ -95,6 +95,8 @@ class Found:
     prediction: Prediction
     bubble: float
     """Share of the workers' time in which they did not compute, by the trace."""
+    traced_seconds: float
+    """Of a step while it was traced."""
     slots: int
     """Of a step."""
     tasks: int
@@ -242,6 +244,7 @@ def run(case: Case, upload: float, optimizer: float, steps: int) -> tuple[Found,
         statistics.mean(seconds[1:]),
         prediction,
         1 - busy / sum(account.window_seconds for account in accounts),
+        (trace.end_seconds - trace.start_seconds) / _TRACED_STEPS,
         prepared.plan.num_slots,
         round(done / (1 + steps)),
         {kind: value / (1 + steps) for kind, value in spent.items()},
@@ -271,6 +274,7 @@ def figures(case: Case, found: Found, load: float) -> list[dict[str, Any]]:
         ("seconds a step, measured", found.step_seconds, "s"),
         ("seconds a step, predicted", found.prediction.step_seconds, "s"),
         ("measured over predicted, seconds a step", 100 * found.longer, "%"),
+        ("seconds a step, traced", found.traced_seconds, "s"),
         ("workers idle, measured", 100 * found.bubble, "%"),
         ("workers idle, predicted", 100 * found.prediction.bubble, "%"),
         ("workers that would do as much if never idle", found.at_once, ""),

@@ -86,7 +86,7 @@ def test_a_record_has_every_case_beside_its_prediction(monkeypatch, tmp_path, ca
     file = tmp_path / "many_workers.json"
     # A full round of the garbage collector over all that a session has imported takes longer than a tiny run.
     monkeypatch.setattr("rpft.engine.engine.gc", SimpleNamespace(collect=int, freeze=int, unfreeze=int))
-    words = "--forward 0.2 --workers 1,2 --extra 0 --update delayed --steps 2 --operations 2"
+    words = "--forward 0.2 --workers 1,2 --extra 0 --update delayed --steps 1 --operations 2"
     monkeypatch.setattr(sys, "argv", ["many_workers.py", *words.split(), "--json", str(file)])
     assert many_workers.main() == 0
     results = json.loads(file.read_text())["results"]
