@@ -38,6 +38,7 @@ from rpft.optim.host_optimizer import UpdateResult
 from rpft.optim.one_pass import OnePass
 from rpft.plan.bill import available_host_bytes, gib
 from rpft.plan.profile_file import Profile
+from rpft.plan.simulate import update_seconds
 from rpft.train.bench import idle_machinery, timed_steps
 from rpft.train.flight import Flight
 from rpft.train.measuring import Workbench
@@ -229,6 +230,11 @@ def _print_profile(profile: Profile, one_pass: OnePass) -> None:
         f"link {rates.up / 1e9:.0f} GB/s up, {rates.down / 1e9:.0f} down;"
         f" optimizer {rates.update / 1e9:.2f} G parameters/s on {one_pass.num_threads} threads"
     )
+    beside = profile.beside
+    print(
+        f"all links both ways: {beside.copied_alone / 1e9:.0f} GB/s, {beside.copied / 1e9:.0f} beside the optimizer,"
+        f" which then does {beside.updates / 1e9:.2f} G parameters/s"
+    )
     for name, p in (("embedding", layers[0]), ("block", layers[1]), ("head", layers[-1])):
         print(
             f"{name}: forward {p.forward_seconds * 1e3:.2f} ms, recompute and backward"
@@ -284,11 +290,33 @@ def measure(run: Run) -> list[dict[str, Any]]:
         ("update behind the last gradient", statistics.median(run.update_seconds[-step.timed :]), "s"),
     ]
     if run.predicted_seconds is not None:
-        figures.append(("tokens a second, predicted", tokens / run.predicted_seconds, "tok/s"))
+        figures += _predicted(run, tokens / run.predicted_seconds)
     if arguments.trace is not None:
         name = f"{arguments.preset}_{step.rows}x{step.sequence}_{run.update}_{len(peaks)}.json"
         run.trace(1 + arguments.warm_up + step.timed, 3, arguments.trace / name)
     return [{"case": case, "metric": m, "value": round(value, 4), "unit": unit} for m, value, unit in figures]
+
+
+def _predicted(run: Run, tokens_per_second: float) -> list[tuple[str, float, str]]:
+    """What was predicted, and the rates of the memory that it comes from."""
+    usual, profile = run.prepared.usual_step(), run.prepared.profile
+    assert usual is not None
+    assert profile is not None
+    seconds = update_seconds(usual.plan, usual.shape, run.prepared.rates)
+    print(
+        f"predicted {tokens_per_second:.0f} tok/s; update {seconds:.3f} s,"
+        f" and {statistics.median(run.update_seconds[-run.step.timed :]):.3f} measured",
+        flush=True,
+    )
+    beside = profile.beside
+    return [
+        ("tokens a second, predicted", tokens_per_second, "tok/s"),
+        ("update, predicted", seconds, "s"),
+        ("optimizer alone", profile.updates / 1e9, "G parameters/s"),
+        ("optimizer beside copies", beside.updates / 1e9, "G parameters/s"),
+        ("copies both ways on all links", beside.copied_alone / 1e9, "GB/s"),
+        ("the same beside the optimizer", beside.copied / 1e9, "GB/s"),
+    ]
 
 
 def main() -> int:

@@ -108,7 +108,12 @@ def _rates(measured: Profile) -> Iterator[str]:
     if measured.links_together:
         together = "; ".join(f"{up / gb:.1f} up, {down / gb:.1f} down" for up, down in measured.links_together)
         yield f"link, GB/s, all at once: {together}"
-    yield f"optimizer: {measured.updates / 1e9:.2f} G parameters/s"
+    beside = measured.beside
+    yield f"optimizer: {measured.updates / gb:.2f} G parameters/s"
+    yield (
+        f"while all links copy both ways: {beside.updates / gb:.2f}; the copies: {beside.copied / gb:.1f} GB/s in all,"
+        f" {beside.copied_alone / gb:.1f} while it rests"
+    )
     if measured.host_memory is not None:
         yield f"host memory: {measured.host_memory / gb:.1f} GB/s read and written"
     if measured.slowdown != 1.0:

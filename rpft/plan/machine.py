@@ -20,12 +20,12 @@ from rpft.errors import UserError
 from rpft.model.graphs import KernelKind
 from rpft.model.head import HEAD_CHUNK_TOKENS
 from rpft.model.layout import LayerLayout
-from rpft.model.moments import StateFormat
+from rpft.model.moments import BLOCK, StateFormat, moments_bytes
 from rpft.model.skeleton import Skeleton
 from rpft.plan.bill import HEAD_CHUNK_BYTES_PER_LOGIT, Workload, estimated_block_bytes
 from rpft.plan.costs import layer_costs
 from rpft.plan.profile import LayerProfile
-from rpft.plan.simulate import Rates, update_bytes
+from rpft.plan.simulate import Rates
 from rpft.recipe.section import Section, listed
 
 ACHIEVED = 0.71
@@ -116,15 +116,18 @@ class Machine(Section):
         return self.rates_with("fp32")
 
     def rates_with(self, state_format: StateFormat) -> Rates:
-        """Of links and optimizer; where cards differ every link is as slow as the slowest."""
+        """Of links and optimizer; where cards differ every link is as slow as the slowest.
+
+        Copies beside an update keep their rate, and it waits while the host's memory takes their bytes.
+        """
         link = min(kind.link_gbps for kind in self.gpus) * 1e9
-        host, traffic = self.host, update_bytes(state_format)
+        host, memory = self.host, self.host.memory_gbps * 1e9
         cores = _UPDATES_OF_A_CORE[state_format] * host.cores
-        update = min(cores, _UPDATE_SHARE * host.memory_gbps * 1e9 / traffic)
+        update = min(cores, _UPDATE_SHARE * memory / _update_bytes(state_format))
         shared = self.shared_link
         if shared is None or shared.gbps * 1e9 >= shared.gpus * link:
-            return Rates(link, link, update, update_bytes=traffic)
-        return Rates(link, link, update, shared.gpus, link / (shared.gbps * 1e9), traffic)
+            return Rates(link, link, update, memory=memory)
+        return Rates(link, link, update, shared.gpus, link / (shared.gbps * 1e9), memory)
 
     def with_workers(self, count: int) -> Machine:
         """This machine with its first ``count`` cards; UserError where it has fewer."""
@@ -211,6 +214,11 @@ def datasheet_profiles(
                 )
             )
     return profiles
+
+
+def _update_bytes(state_format: StateFormat) -> float:
+    """Memory traffic for a parameter's update: a bfloat16 gradient, a master in two halves, the moments."""
+    return 10 + 2 * moments_bytes(state_format, BLOCK) / BLOCK
 
 
 def _bytes_beside_products(config: Any, work: Workload) -> float:

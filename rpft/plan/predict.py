@@ -50,12 +50,13 @@ def predict(plan: Plan, shape: StepShape, rates: Rates, tokens: float) -> Predic
     workers wait for one another: the step with links and optimizer free, less the work of all slots spread evenly.
     """
     seconds = step_seconds(plan, shape, rates)
+    apart = replace(rates, memory=math.inf, copies_beside=1.0)
     idle = replace(shape, loads=[replace(load, forward=0.0, backward=0.0, recompute=0.0) for load in shape.loads])
     computed, even = step_seconds(plan, shape, AT_ONCE), even_seconds(plan, shape)
     saved = {
         "compute": seconds - step_seconds(plan, idle, rates),
-        "link": seconds - step_seconds(plan, shape, replace(rates, up=math.inf, down=math.inf, switch_share=0.0)),
-        "optimizer": seconds - step_seconds(plan, shape, replace(rates, update=math.inf)),
+        "link": seconds - step_seconds(plan, shape, replace(apart, up=math.inf, down=math.inf, switch_share=0.0)),
+        "optimizer": seconds - step_seconds(plan, shape, replace(apart, update=math.inf)),
         "fill-drain": computed - even,
     }
     if rates.moments < math.inf:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -15,9 +16,9 @@ import numpy as np
 from rpft import files, host
 from rpft.errors import UserError
 from rpft.plan.profile import LayerProfile
-from rpft.plan.simulate import Rates, update_bytes
+from rpft.plan.simulate import Rates
 
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2
 
 _SWITCHED = 0.95
 """Share of its own rate below which a link, with all others busy, is taken to share a switch."""
@@ -48,6 +49,18 @@ class OtherLength:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """The optimizer's update and copies both ways on all links, at the same time; a second."""
+
+    updates: float
+    """Parameters, while copies run."""
+    copied: float
+    """Bytes of all copies, while the optimizer updates."""
+    copied_alone: float
+    """While it rests."""
+
+
+@dataclass(frozen=True)
 class Profile:
     """All that was measured. Rates are bytes, or parameters, a second."""
 
@@ -59,7 +72,8 @@ class Profile:
     links_together: tuple[tuple[float, float], ...]
     """The same while all GPUs copy; empty for one."""
     updates: float
-    """Parameters that the optimizer updates."""
+    """Parameters that the optimizer updates while nothing is copied."""
+    beside: Beside
     slowdown: float = 1.0
     """How many times as long a layer takes while all workers compute: of the CPU pool, which shares cores."""
     speeds: tuple[float, ...] = ()
@@ -105,10 +119,17 @@ class Profile:
         return self._by_layer(changed)
 
     def rates(self) -> Rates:
-        """Of the slowest link and the optimizer; of a switch too, where links hold one another up."""
+        """Of the slowest link and the optimizer; of a switch too, where links hold one another up.
+
+        And of the memory that copies and updates share, so that both have by the simulator the rates that they
+        were measured with at the same time.
+        """
         up, down = (min(link[way] for link in self.links) for way in (0, 1))
         share, workers = 0.0, len(self.links)
-        traffic = update_bytes(self.conditions.get("state", "fp32"))
+        beside = self.beside
+        taken = 1 - beside.updates / self.updates
+        memory = beside.copied / taken if taken > 0 else math.inf
+        kept = min(1.0, beside.copied / beside.copied_alone)
         if self.links_together:
             # Both ways have one share in the simulator, the one that holds up more.
             shares = [
@@ -117,8 +138,8 @@ class Profile:
             ]
             share = max(shares)
         if share * workers * _SWITCHED <= 1:
-            return Rates(up, down, self.updates, update_bytes=traffic)
-        return Rates(up, down, self.updates, workers, share, traffic)
+            return Rates(up, down, self.updates, memory=memory, copies_beside=kept)
+        return Rates(up, down, self.updates, workers, share, memory, kept)
 
     def to_json(self) -> str:
         """The profile file's text."""
@@ -151,6 +172,7 @@ def read_profile(path: Path) -> Profile:
             lengths=lengths,
             links=links,
             links_together=together,
+            beside=Beside(**data.pop("beside")),
             checks={int(layer): _layer(measured) for layer, measured in checks.items()},
             **data,
         )

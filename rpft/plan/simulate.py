@@ -12,10 +12,9 @@ from typing import Protocol
 
 import numpy as np
 
-from rpft.model.moments import BLOCK, StateFormat, moments_bytes
 from rpft.plan.costs import LayerLoad
 from rpft.plan.plan import Plan
-from rpft.plan.pool import Pool, SlotTimes, SlotWork
+from rpft.plan.pool import Pool, SlotTimes, SlotWork, slower_beside
 
 _SLOT_SECONDS = 3e-4
 """What it takes to begin and end a slot."""
@@ -43,26 +42,16 @@ class Rates:
     """Workers whose links meet in one switch."""
     switch_share: float = 0.0
     """A link's bytes a second over those of its switch; 0 where the switch carries all its links at once."""
-    update_bytes: float = 26.0
-    """Memory traffic for a parameter's update; the default is with float32 moments."""
+    memory: float = np.inf
+    """Bytes of copies for which an update beside them ends a second later: it gets of the host's memory what copies
+    leave. Copies at ``c`` bytes a second leave it ``1 - c / memory`` of its rate."""
+    copies_beside: float = 1.0
+    """Share of its rate that a copy keeps while an update is under way."""
     moments: float = np.inf
     """Parameters whose moments the disk reads and writes back; without end where they lie in RAM."""
 
-    @property
-    def memory(self) -> float:
-        """Bytes that copies take from the host's memory while the optimizer would have it.
 
-        Measured: an update of 26 bytes a parameter, slowed down by the hidden states that go down beside it.
-        """
-        return 1.4 * self.update_bytes * self.update
-
-
-def update_bytes(state_format: StateFormat) -> float:
-    """Memory traffic for a parameter's update: a bfloat16 gradient, a master in two halves, the moments."""
-    return 10 + 2 * moments_bytes(state_format, BLOCK) / BLOCK
-
-
-ASSUMED_RATES = Rates(up=25e9, down=25e9, update=2e9)
+ASSUMED_RATES = Rates(up=25e9, down=25e9, update=2e9, memory=70e9)
 """PCIe 4 x16 and a desktop's memory, where nothing was measured."""
 
 AT_ONCE = Rates(np.inf, np.inf, np.inf)
@@ -124,9 +113,11 @@ class Run:
             [load.weight_bytes - load.frozen_bytes * (i in resident) for i, load in enumerate(shape.loads)]
         )
         self.sent = _up_to(self.uploaded_bytes / rates.up)
-        self.update_sizes = np.array([load.num_trained for load in shape.loads], float)
+        self.update_sizes = np.array([[load.num_trained] for load in shape.loads], float)
         self._read_stages(plans)
         self._price(plans)
+        self.updating = self._update_seconds()
+        """Seconds of each layer's update, (layer, column)."""
         self.dispatch = [plan.dispatch for plan in plans] if any(plan.dispatch for plan in plans) else None
         self.even_shares = self.dispatch is None and not shape.mixed
         self.optimizer = np.zeros(len(plans))
@@ -159,7 +150,7 @@ class Run:
         plan, shape, rates = plans[0], self.shape, self.rates
         loads, last, first = shape.loads, self.last, self.first
 
-        def over(values: Sequence[float]) -> np.ndarray:
+        def over(values: Sequence[float] | np.ndarray) -> np.ndarray:
             up_to = _up_to(values)
             return up_to[last + 1] - up_to[first]
 
@@ -171,12 +162,14 @@ class Run:
         spared = over([load.spared for load in loads]) * ~self.fused
         backward = over([load.backward for load in loads]) + early * self.fused - spared
         input_up = shape.boundary_bytes / rates.up
+        gradients = over([load.gradient_bytes for load in loads]) * self.backward
+        self.moved = over(self.uploaded_bytes) + gradients
         work = SlotWork(
             compute=np.where(self.backward, backward, over([load.forward for load in loads])),
             recompute=early * ~self.fused,
             upload=self.sent[last + 1] - self.sent[first],
             written=np.zeros(first.shape),
-            gradients_down=over([load.gradient_bytes for load in loads]) / rates.down * self.backward,
+            gradients_down=gradients / rates.down,
             kept_up=np.where(self.backward & ~self.fused, self.carried / rates.up + input_up, 0.0),
             kept_down=np.where(self.backward, 0.0, self.carried / rates.down),
             backward=self.backward,
@@ -216,9 +209,10 @@ class Run:
             slot_seconds=shape.slot_seconds,
             workers_per_switch=rates.workers_per_switch,
             switch_share=rates.switch_share,
+            copies_beside=rates.copies_beside,
         )
         if not shape.delayed:
-            self._update(np.ones(count, bool), np.zeros(count))
+            pool.update = self._update(np.ones(count, bool), np.zeros(count))
         columns = np.arange(count)
         alike = bool(np.all(self.num_slots == self.num_slots[0]))
         step_ends = set((self.per_step[:, None] * np.arange(1, steps + 1)).ravel().tolist())
@@ -243,7 +237,7 @@ class Run:
                 done = (over == 0) & (step <= steps)
                 moments = pool.compute.mean(axis=0) if shape.delayed and self.even_shares else latest
                 times[step[done] - 1, columns[done]] = moments[done]
-                self._update(done, latest)
+                pool.update = np.where(done, self._update(done, latest), pool.update)
         return times
 
     def _worker_of(self, number: int) -> int | np.ndarray:
@@ -264,26 +258,43 @@ class Run:
         speed = np.asarray(self.shape.speeds)[worker]
         return work._replace(compute=work.compute / speed, recompute=work.recompute / speed)
 
-    def _update(self, done: np.ndarray, end: np.ndarray) -> None:
-        """The optimizer's work after a step, for the next or the one after, of the plans that ``done`` marks."""
-        rates, sizes = self.rates, self.update_sizes[:, None]
-        seconds = sizes / rates.update
-        if not self.shape.delayed:
-            seconds = seconds + self._beside() / rates.memory
-        seconds = np.maximum(seconds, sizes / rates.moments)  # reads and writes run beside it
+    def _update(self, done: np.ndarray, end: np.ndarray) -> np.ndarray:
+        """The optimizer's work after a step, for the next or the one after, of the plans that ``done`` marks.
+
+        When it begins and ends, (2, column).
+        """
         begun = np.maximum(self.optimizer, end)
-        # Exact updates go from the first layer to the last, as their readers do, late ones the other way.
-        up, last = (slice(None, None, -1), 0) if self.shape.delayed else (slice(None), -1)
-        written = begun + np.cumsum(seconds[up], axis=0)[up]
+        written = begun + np.cumsum(self.updating, axis=0)
+        over = written[-1]
         if self.watcher is not None:
-            self.watcher.update(begun, written[last])
-        self.optimizer = np.where(done, written[last], self.optimizer)
+            self.watcher.update(begun, over)
+        self.optimizer = np.where(done, over, self.optimizer)
         if self.shape.delayed:
             written, self.late = self.late, np.where(done, written, self.late)
         self._set_written(done, written)
+        return np.stack([begun, over])
 
-    def _beside(self) -> np.ndarray:
-        """For each layer, (layer, column), what the next forward copies from and to the host beside its update."""
+    def _update_seconds(self) -> np.ndarray:
+        rates, sizes = self.rates, np.repeat(self.update_sizes, len(self.num_slots), axis=1)
+        copies = self._copied_beside() / rates.memory if rates.memory < np.inf else 0.0
+        return np.maximum(sizes / rates.update + copies, sizes / rates.moments)  # the disk works beside it
+
+    def _copied_beside(self) -> np.ndarray:
+        """Bytes of copies beside the update of each layer, (layer, column).
+
+        An exact update has beside it what the next forward copies for the same layer, since neither is ahead of
+        the other for long where that matters; a late one all copies of a step, which it is spread over.
+        """
+        if not self.shape.delayed:
+            return self._copied_forward()
+        played = np.arange(len(self.first))[:, None] < self.num_slots
+        each = self.carried + 2 * self.shape.boundary_bytes
+        copied = self.moved + self.num_microbatches * each
+        share = self.update_sizes / max(self.update_sizes.sum(), 1.0)
+        return share * (self.shape.rounds * np.where(played, copied, 0.0).sum(axis=0))
+
+    def _copied_forward(self) -> np.ndarray:
+        """For each layer, (layer, column), what a forward copies from and to the host."""
         slots, columns = self.covers[0]
         stages = self.last[slots, columns] - self.first[slots, columns] + 1
         carried = self.carried[slots, columns] * self.num_microbatches / stages
@@ -297,13 +308,23 @@ class Run:
         for layer, load in enumerate(self.shape.loads):
             for lender in load.lenders:
                 np.maximum(written[layer], written[lender], out=written[layer])
-        since = np.ascontiguousarray((written - self.sent[:-1, None]).T).ravel()
+        sent = self.sent[:, None]
+        if self.rates.copies_beside < 1 and not self.shape.delayed:  # of late updates they come much later
+            own = slower_beside(np.diff(sent, axis=0), written[-1] - written, self.rates.copies_beside)
+            sent = np.concatenate((np.zeros((1, written.shape[1])), np.cumsum(own, axis=0)))
+        sent = np.broadcast_to(sent, (len(sent), written.shape[1]))
+        since = np.ascontiguousarray((written - sent[:-1]).T).ravel()
         field = self.work[SlotWork._fields.index("written")]
         for slots, columns in self.covers:
             starts = self.first[slots, columns] + columns * len(written)
-            latest = np.maximum.reduceat(since, starts) + self.sent[self.last[slots, columns] + 1]
+            latest = np.maximum.reduceat(since, starts) + sent[self.last[slots, columns] + 1, columns]
             chosen = done[columns]
             field[slots[chosen], columns[chosen]] = latest[chosen]
+
+
+def update_seconds(plan: Plan, shape: StepShape, rates: Rates) -> float:
+    """Of the optimizer's work after a step, with what copies beside it take of the memory."""
+    return float(Run([plan], shape, rates).updating.sum())
 
 
 def steps_warm(slots_per_step: np.ndarray, num_workers: int) -> np.ndarray:

@@ -22,7 +22,7 @@ from rpft.files import digest
 from rpft.host import available_cores, processor
 from rpft.model.functions import LayerFunctions
 from rpft.model.layout import align
-from rpft.optim.one_pass import OnePass, measured_rate
+from rpft.optim.one_pass import OnePass
 from rpft.plan.profile import (
     LayerMeter,
     LayerProfile,
@@ -33,6 +33,7 @@ from rpft.plan.profile import (
     measure_slowdown,
 )
 from rpft.plan.profile_file import KindProfile, OtherLength, Profile, cached_path, find_cached, keep_cached
+from rpft.train.beside import measure_beside
 from rpft.train.job import Job
 from rpft.train.rows import PAD_TO_MULTIPLE
 
@@ -153,12 +154,14 @@ class Workbench:
         if self.on_cuda:
             torch.cuda.empty_cache()
         links, together = self._links()
+        updates, beside = measure_beside(self.devices, self.one_pass)
         return Profile(
             conditions=conditions,
             kinds=tuple(map(self._kind, kinds, measured)),
             links=links,
             links_together=together,
-            updates=measured_rate(self.one_pass),
+            updates=updates,
+            beside=beside,
             slowdown=slowdown,
             speeds=speeds,
             host_memory=measure_host_memory() if thorough else None,
@@ -273,4 +276,4 @@ def _code_mark() -> str:
     package = Path(rpft.__file__).parent
     folders = [sorted((package / name).iterdir()) for name in ("model", "optim")]
     sources = [path for path in (*folders[0], *folders[1]) if path.suffix in (".py", ".cpp")]
-    return digest([*sources, package / "plan" / "profile.py"])
+    return digest([*sources, package / "plan" / "profile.py", package / "train" / "beside.py"])

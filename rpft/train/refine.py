@@ -8,6 +8,7 @@ and compiled layers, whose roundings differ between their graphs, keep the graph
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections import defaultdict
@@ -24,7 +25,7 @@ from rpft.plan.costs import layer_costs, measured_costs
 from rpft.plan.partition import improved
 from rpft.plan.plan import Plan, Stage
 from rpft.plan.profile import LayerProfile
-from rpft.plan.simulate import Rates, steps_seconds
+from rpft.plan.simulate import Rates, steps_seconds, update_seconds
 from rpft.train.dividing import AnyPlanned
 from rpft.train.planning import Planned, plan_in_rounds, scaled
 from rpft.train.prepare import Prepared
@@ -180,12 +181,26 @@ def _rates(planned: Planned, trace: Trace) -> Rates:
         if layer is not None:
             part = int(layer[3]) - int(layer[2]) if layer[2] else planned.layouts[int(layer[1])].num_trained
             updated, seconds = updated + part, seconds + span.seconds
-    update = updated / seconds if updated >= _ENOUGH_PARAMETERS and seconds else rates.update
+    update = rates.update
+    if updated >= _ENOUGH_PARAMETERS and seconds:
+        # The trace has in it what copies beside the update took, which the simulator adds by itself.
+        alone = seconds - _seconds_for_copies(planned, updated)
+        update = min(updated / alone if alone > 0 else math.inf, max(updated / seconds, rates.update))
     if rates.switch_share:  # what copies reached has the others' share in it already
         return replace(rates, update=update)
     return replace(
         rates, up=reached("weights up", rates.up), down=reached("gradients down", rates.down), update=update
     )
+
+
+def _seconds_for_copies(planned: Planned, updated: int) -> float:
+    """By how much copies beside it make the update of so many parameters longer, by the simulator."""
+    usual = planned.usual_step()
+    if usual is None:
+        return 0.0
+    whole = update_seconds(usual.plan, usual.shape, planned.rates)
+    alone = update_seconds(usual.plan, usual.shape, replace(planned.rates, memory=math.inf))
+    return (whole - alone) * updated / sum(load.num_trained for load in usual.shape.loads)
 
 
 def _speeds(trace: Trace, expected: dict[tuple[str, Stage], float]) -> tuple[float, ...] | None:

@@ -1,6 +1,7 @@
 """Profiles: the file, the cache, rates and other lengths from it; and what a prediction says of a step."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,15 @@ from rpft.plan import profile_file
 from rpft.plan.costs import LayerLoad
 from rpft.plan.predict import even_seconds, predict
 from rpft.plan.profile import LayerProfile, measure_host_memory, measure_links_together
-from rpft.plan.profile_file import KindProfile, OtherLength, Profile, find_cached, keep_cached, read_profile
+from rpft.plan.profile_file import (
+    Beside,
+    KindProfile,
+    OtherLength,
+    Profile,
+    find_cached,
+    keep_cached,
+    read_profile,
+)
 from rpft.plan.simulate import AT_ONCE, Rates, StepShape, step_seconds
 
 BLOCK = LayerProfile(2.0, 6.0, 10, 20, 30, 40, ((0, 1.0), (5, 0.5)))
@@ -34,6 +43,7 @@ PROFILE = Profile(
     links=((10e9, 8e9), (12e9, 9e9)),
     links_together=(),
     updates=1e9,
+    beside=Beside(updates=0.8e9, copied=30e9, copied_alone=40e9),
     lengths=(OtherLength(32, tuple(map(half, (EMBEDDING, BLOCK, HEAD, HEAD)))),),
     checks={3: BLOCK},
 )
@@ -55,7 +65,7 @@ GOOD = json.loads(PROFILE.to_json())
         (None, "no such profile file"),
         ("{", "not a profile file"),
         ("[]", "not a profile file"),
-        (json.dumps({**GOOD, "version": 0}), "version 0 is not 1"),
+        (json.dumps({**GOOD, "version": 0}), "version 0 is not 2"),
         (json.dumps({**GOOD, "links": []}), "not a profile file"),
         (json.dumps({**GOOD, "kinds": GOOD["kinds"][1:]}), "not a profile file.*layers"),
         (json.dumps({**GOOD, "colour": "red"}), "not a profile file.*colour"),
@@ -88,6 +98,17 @@ def test_links_that_hold_one_another_up_share_a_switch_and_others_do_not():
     assert free.rates() == alone
     shared = replace(PROFILE, links_together=((5e9, 8e9), (5e9, 8e9))).rates()
     assert (shared.workers_per_switch, shared.switch_share) == (2, pytest.approx(1.0))
+
+
+def test_copies_that_never_pause_leave_an_update_the_rate_that_was_measured_beside_them():
+    beside = Beside(updates=0.6e9, copied=80e9, copied_alone=100e9)
+    rates = replace(PROFILE, updates=1e9, beside=beside).rates()
+    seconds = 3e9 / rates.update / (1 - beside.copied / rates.memory)  # of which copies take memory all the time
+    assert 3e9 / rates.update + beside.copied * seconds / rates.memory == pytest.approx(seconds)
+    assert 3e9 / seconds == pytest.approx(beside.updates)
+    assert rates.copies_beside * beside.copied_alone == pytest.approx(beside.copied)
+    nothing_shared = replace(PROFILE, updates=1e9, beside=Beside(1.1e9, 100e9, 99e9)).rates()
+    assert (nothing_shared.memory, nothing_shared.copies_beside) == (math.inf, 1.0)
 
 
 def test_the_cache_gives_what_was_kept_and_only_for_the_same_conditions(tmp_path, monkeypatch):

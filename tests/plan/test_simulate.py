@@ -12,6 +12,8 @@ from support.steps import makespan, random_step, slot_times
 
 from rpft.plan.costs import LayerLoad
 from rpft.plan.plan import Plan, Stage
+from rpft.plan.playback import play_back
+from rpft.plan.pool import Pool, SlotWork
 from rpft.plan.predict import predict, roof_seconds
 from rpft.plan.simulate import AT_ONCE, Rates, StepShape, step_seconds, steps_seconds
 
@@ -76,6 +78,61 @@ def test_no_exact_step_gets_shorter_when_anything_gets_slower(seed, what):
         loads[which] = replace(loads[which], **{what: 2 * getattr(loads[which], what)})
         shape = replace(shape, loads=loads)
     assert step_seconds(plan, shape, rates) >= before * (1 - 1e-9)
+
+
+def with_shared_memory(rates, seed):
+    """``rates`` of a machine whose copies and updates hold one another up."""
+    rng = random.Random(seed)
+    return replace(rates, memory=1e6 * rng.uniform(0.2, 4), copies_beside=rng.uniform(0.2, 1))
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds)
+def test_plans_side_by_side_share_no_memory(seed):
+    plans, shape, rates, _ = a_step(seed, count=12)
+    rates = with_shared_memory(rates, seed)
+    together = steps_seconds(plans, shape, rates)
+    assert together.tolist() == pytest.approx([step_seconds(plan, shape, rates) for plan in plans])
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds, st.sampled_from(["up", "down", "update", "memory", "copies_beside", "forward", "boundary"]))
+def test_no_exact_step_gets_shorter_when_anything_gets_slower_that_shares_the_memory(seed, what):
+    (plan,), shape, rates, _ = a_step(seed)
+    rates = with_shared_memory(rates, seed)
+    shape = replace(shape, delayed=False)
+    before = step_seconds(plan, shape, rates)
+    if what == "boundary":
+        shape = replace(shape, boundary_bytes=2 * shape.boundary_bytes)
+    elif what == "forward":
+        shape = replace(shape, loads=[replace(load, forward=2 * load.forward) for load in shape.loads])
+    else:
+        rates = replace(rates, **{what: getattr(rates, what) / 3})
+    assert step_seconds(plan, shape, rates) >= before * (1 - 1e-9)
+
+
+def test_an_exact_update_waits_for_the_bytes_that_the_forward_copies_and_a_late_one_for_all():
+    plan, shape = even(weight_bytes=100, gradient_bytes=40, num_trained=100)
+    shape = replace(shape, boundary_bytes=5)
+    rates = Rates(1e4, 1e4, update=50.0, memory=30.0)
+    begun, over = play_back(plan, shape, rates).updates[0][1]
+    # 9 layers below the head go up once for the forward, and 4 microbatches carry an input of each.
+    assert over - begun == pytest.approx(10 * 100 / 50 + 9 * (100 + 4 * 5) / 30)
+    begun, over = play_back(plan, replace(shape, delayed=True), rates).updates[0][1]
+    weights, gradients, carried = 9 * 2 * 100 + 100, 10 * 40, 4 * 5 * (2 * 9 + 2 * 19)
+    assert over - begun == pytest.approx(10 * 100 / 50 + (weights + gradients + carried) / 30)
+
+
+def test_copies_are_slower_while_an_update_goes_on_and_no_longer():
+    pool = Pool(1, copies_beside=0.5)
+    pool.update = np.array([[0.0], [10.0]])
+    for number, (seconds, over) in enumerate([(4.0, 8.0), (2.0, 11.0), (3.0, 14.0)]):
+        # The first is twice as long, the second has done one of its 2 seconds when the update ends.
+        arrivals = np.zeros((1, 1))
+        assert pool.slot(0, arrivals, SlotWork(compute=0.0, upload=seconds)).uploaded[0] == over, number
+    idle = Pool(1, copies_beside=0.5)
+    idle.update = np.array([[5.0], [10.0]])
+    assert idle.slot(0, np.zeros((1, 1)), SlotWork(compute=0.0, upload=4.0)).uploaded[0] == 4.0
 
 
 def even(blocks=8, **load):

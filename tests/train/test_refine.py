@@ -9,7 +9,7 @@ import rpft.train.refine as refine
 from rpft.engine.trace import PART, TASK, Span, Trace
 from rpft.plan.plan import Plan, Stage, read_plan
 from rpft.plan.profile import LayerProfile
-from rpft.plan.simulate import Rates
+from rpft.plan.simulate import Rates, update_seconds
 from rpft.recipe.load import load_recipe
 from rpft.train.job import read_job
 from rpft.train.kernels import KernelChoice
@@ -96,6 +96,22 @@ def test_the_optimizer_gets_its_rate_where_enough_was_updated(planned, monkeypat
     assert little is not None
     assert enough is not None
     assert (little.target.rates.update, enough.target.rates.update) == (RATES.update, trained / 2.0)
+
+
+def test_copies_beside_the_update_are_not_counted_twice(planned, monkeypatch):
+    monkeypatch.setattr(refine, "_ENOUGH_PARAMETERS", 1)
+    usual, trained = planned.usual_step(), planned.layouts[1].num_trained
+    rates = replace(RATES, memory=2e7)
+    shared = replace(planned, target=replace(TARGET, rates=rates))
+    took = update_seconds(usual.plan, usual.shape, rates)
+    assert took > 1.1 * update_seconds(usual.plan, usual.shape, RATES)
+    of_one_layer = took * trained / sum(layout.num_trained for layout in planned.layouts)
+    found = as_measured(shared, traced(shared, updates=of_one_layer))
+    assert found is not None
+    assert found.target.rates.update == pytest.approx(RATES.update)
+    faster = as_measured(shared, traced(shared, updates=1e-3 * of_one_layer))
+    assert faster is not None
+    assert faster.target.rates.update == pytest.approx(trained / (1e-3 * of_one_layer)), "no faster than it was"
 
 
 def test_a_trace_without_some_kind_of_slot_says_nothing(planned):

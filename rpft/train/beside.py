@@ -1,0 +1,113 @@
+"""The optimizer's update and the copies of all workers at the same time: what of their rates each leaves the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from rpft.engine.device import Device
+from rpft.engine.failure import Failure
+from rpft.engine.streams import Delays, Event
+from rpft.optim.one_pass import OnePass, scratch
+from rpft.plan.profile_file import Beside
+
+_SECONDS = 0.25
+"""Of each measurement, at least."""
+
+_COPIES_AHEAD = 8
+"""Of each stream, before the first that counts: more than a device has in flight."""
+
+_COPY_BYTES, _CPU_COPY_BYTES = 1 << 27, 1 << 24
+"""All copies together are more than caches hold."""
+
+_PARAMETERS, _CPU_PARAMETERS = 1 << 27, 1 << 24
+"""That are updated: 1.9 and 0.2 GB with float32 moments. Servers' caches hold a good part of the lesser."""
+
+_LONGEST_END_SECONDS = 30.0
+
+
+def measure_beside(
+    devices: Sequence[Device],
+    kernels: OnePass,
+    num_parameters: int | None = None,
+    copy_bytes: int | None = None,
+) -> tuple[float, Beside]:
+    """Parameters a second that ``kernels`` update while nothing is copied, and what copies make of it.
+
+    Copies go both ways to and from each of ``devices``, one after the other on streams as the engine has them, whose
+    threads want cores too. Rates are means, since an update in training goes on for long. Takes about a second.
+    """
+    on_cuda = devices[0].torch_device.type == "cuda"
+    num_parameters = num_parameters or (_PARAMETERS if on_cuda else _CPU_PARAMETERS)
+    copy_bytes = copy_bytes or (_COPY_BYTES if on_cuda else _CPU_COPY_BYTES)
+    failure = Failure()
+    update = scratch(kernels, num_parameters)
+    copies = [_Copies(device, way, copy_bytes, failure) for device in devices for way in ("up", "down")]
+
+    def measure() -> tuple[float, Beside]:
+        update()  # touches its pages, and starts its threads
+        alone, _ = _rates(update, [], failure)
+        for each in copies:
+            each.go()
+        while any(each.copied < _COPIES_AHEAD * copy_bytes for each in copies):
+            failure.raise_if_failed()
+            time.sleep(1e-3)
+        _, copied_alone = _rates(None, copies, failure)
+        beside, copied = _rates(update, copies, failure)
+        return alone * num_parameters, Beside(beside * num_parameters, copied, copied_alone)
+
+    try:
+        # In a thread of its own, because OpenMP keeps a thread's helpers for as long as that thread lives.
+        with ThreadPoolExecutor(1, "optimizer") as executor:
+            return executor.submit(measure).result()
+    finally:
+        for each in copies:
+            each.end()
+
+
+class _Copies:
+    """Copies of one device one way, each queued by the one before."""
+
+    def __init__(self, device: Device, way: str, num_bytes: int, failure: Failure) -> None:
+        host, there = device.allocate_host(num_bytes), device.allocate(num_bytes)
+        self._target, self._source = (there, host) if way == "up" else (host, there)
+        self._failure, self._going = failure, True
+        self._stream = device.stream(f"measured {way}", failure, Delays(None))
+        self.copied = 0
+        """Bytes, of copies that are done or in flight."""
+
+    def go(self) -> None:
+        self._stream.run(self._copy, "a copy beside the update", copied_bytes=self._source.nbytes)
+
+    def _copy(self) -> None:
+        self._target.copy_(self._source, non_blocking=True)
+        self.copied += self._source.nbytes
+        if self._going:
+            self.go()
+
+    def end(self) -> None:
+        """Returns when the last copy is done, so that its memory can go."""
+        self._going = False
+        done = self._stream.record(Event())
+        if self._failure.error is None:
+            done.synchronize(self._failure)
+        self._stream.close()
+        self._stream.join(_LONGEST_END_SECONDS)
+
+
+def _rates(work: Callable[[], None] | None, copies: Sequence[_Copies], failure: Failure) -> tuple[float, float]:
+    """(runs of ``work``, bytes of ``copies``) a second, until each of them has done something."""
+    before = [each.copied for each in copies]
+    runs, started = 0, time.perf_counter()
+    while True:
+        if work is None:
+            time.sleep(1e-3)
+        else:
+            work()
+            runs += 1
+        seconds = time.perf_counter() - started
+        copied = [each.copied - bytes_before for each, bytes_before in zip(copies, before, strict=True)]
+        failure.raise_if_failed()
+        if seconds >= _SECONDS and all(copied):
+            return runs / seconds, sum(copied) / seconds
