@@ -232,8 +232,8 @@ def _print_profile(profile: Profile, one_pass: OnePass) -> None:
     )
     beside = profile.beside
     print(
-        f"all links both ways: {beside.copied_alone / 1e9:.0f} GB/s, {beside.copied / 1e9:.0f} beside the optimizer,"
-        f" which then does {beside.updates / 1e9:.2f} G parameters/s"
+        f"all links both ways: {beside.copied_alone / 1e9:.0f} GB/s, and {beside.copied / 1e9:.0f} beside the"
+        f" optimizer, which then does {beside.updates / 1e9:.2f} G parameters/s"
     )
     for name, p in (("embedding", layers[0]), ("block", layers[1]), ("head", layers[-1])):
         print(

@@ -111,8 +111,8 @@ def _rates(measured: Profile) -> Iterator[str]:
     beside = measured.beside
     yield f"optimizer: {measured.updates / gb:.2f} G parameters/s"
     yield (
-        f"while all links copy both ways: {beside.updates / gb:.2f}; the copies: {beside.copied / gb:.1f} GB/s in all,"
-        f" {beside.copied_alone / gb:.1f} while it rests"
+        f"while all links copy both ways: {beside.updates / gb:.2f}; the copies: {beside.copied / gb:.1f} GB/s in"
+        f" all, {beside.copied_alone / gb:.1f} while it rests"
     )
     if measured.host_memory is not None:
         yield f"host memory: {measured.host_memory / gb:.1f} GB/s read and written"

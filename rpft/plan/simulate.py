@@ -43,8 +43,8 @@ class Rates:
     switch_share: float = 0.0
     """A link's bytes a second over those of its switch; 0 where the switch carries all its links at once."""
     memory: float = np.inf
-    """Bytes of copies for which an update beside them ends a second later: it gets of the host's memory what copies
-    leave. Copies at ``c`` bytes a second leave it ``1 - c / memory`` of its rate."""
+    """Bytes of copies for which an update beside them ends a second later, since it gets of the host's memory what
+    copies leave: at ``c`` bytes a second they leave it ``1 - c / memory`` of its rate."""
     copies_beside: float = 1.0
     """Share of its rate that a copy keeps while an update is under way."""
     moments: float = np.inf

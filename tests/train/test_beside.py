@@ -1,4 +1,4 @@
-"""The optimizer's update and copies at the same time: what is measured of them, and that nothing is left behind."""
+"""The optimizer's update and copies at the same time: what is measured of them; and nothing is left behind."""
 
 import threading
 
