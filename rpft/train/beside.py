@@ -1,4 +1,4 @@
-"""The optimizer's update and the copies of all workers at the same time: what each leaves the other of its rate."""
+"""The optimizer's update and the copies of all workers at the same time: what each leaves the other."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def measure_beside(
     """Parameters a second that ``kernels`` update while nothing is copied, and what copies make of it.
 
     Copies go both ways to and from each of ``devices``, one after the other on streams as the engine has them,
-    whose threads want cores too. Rates are means, since an update in training goes on for long. Takes about a second.
+    whose threads want cores too. Rates are means, since an update in training goes on for long. Takes about a
+    second.
     """
     on_cuda = devices[0].torch_device.type == "cuda"
     num_parameters = num_parameters or (_PARAMETERS if on_cuda else _CPU_PARAMETERS)
