@@ -137,7 +137,7 @@ class Pool:
     def _through(
         self, switch: np.ndarray, worker: int | np.ndarray, start: np.ndarray, seconds: Any
     ) -> np.ndarray:
-        """When a transfer of ``seconds`` that ``worker`` could start at ``start`` is over, by way of its switch."""
+        """When a transfer of ``seconds`` that ``worker`` could start at ``start`` is over, past its switch."""
         if not self.switch_share:
             return start + seconds
         its = worker // self.workers_per_switch
