@@ -80,7 +80,6 @@ def choose_plan(
     def clock(costs: Sequence[LayerCost]) -> Seconds:
         return partial(steps_seconds, shape=shape_of(costs), rates=rates)
 
-    move = partial(improved, in_pairs=near is None)
     found: dict[Plan, float] = {}
     for grain in grains:
         costs = costs_of(grain)
@@ -92,7 +91,7 @@ def choose_plan(
         if plan is None:
             continue
         if recompute == "auto" and work.profiles is not None:
-            plan = _keeping_more(plan, work.profiles, rounds, fits, clock, move)
+            plan = _keeping_more(plan, work.profiles, rounds, fits, clock)
         shape = shape_of(costs_of(grain, plan.keep_bytes_per_token))
         if seconds is None:
             found[plan] = 0.0
@@ -110,7 +109,19 @@ def choose_plan(
     if found:
         least = min(found.values()) * (1 + _WORTH_THE_OTHER_GRAIN)
         plan = next(plan for plan, seconds in found.items() if seconds <= least)
-        return plan if vram_bytes is None else _with_residents(plan, layouts, billing, vram_bytes)
+        if vram_bytes is None:
+            return plan
+        plan = _with_residents(plan, layouts, billing, vram_bytes)
+        shape = shape_of(costs_of(plan.recompute, plan.keep_bytes_per_token))
+        if not plan.resident or work.profiles is None or shape.mixed:
+            return plan
+        # The cuts were found for uploads that are now spared.
+        most = max(billing.of(plan).device, int(_FILLED_WITH_RESIDENTS * vram_bytes))
+
+        def as_full(other: Plan) -> bool:
+            return billing.fits(other, most, ram_bytes)
+
+        return improved(plan, as_full, partial(steps_seconds, shape=shape, rates=rates), rounds)[0]
     smallest = "layer" if recompute == "auto" else recompute
     plan = balanced_plan(costs_of(smallest), num_workers, num_microbatches, rounds, smallest, _has_smallest_stages)
     assert plan is not None
@@ -147,7 +158,6 @@ def _keeping_more(
     rounds: int,
     fits: Fits,
     clock: Callable[[Sequence[LayerCost]], Seconds],
-    move: Callable[[Plan, Fits, Seconds, int], tuple[Plan, float]],
 ) -> Plan:
     """``plan``, or one like it whose forward keeps what shortens a step, where link, RAM and VRAM have room."""
     if plan.recompute != "layer":
@@ -158,7 +168,7 @@ def _keeping_more(
     clocks = {p: clock(measured_costs(profiles, p.keep_bytes_per_token)) for p in others if p is not None}
     before = {other: float(seconds([other])[0]) for other, seconds in clocks.items()}
     most = min(before.values()) * (1 + _WORTH_IMPROVING)
-    found = dict(move(p, fits, seconds, rounds) for p, seconds in clocks.items() if before[p] <= most)
+    found = dict(improved(p, fits, seconds, rounds) for p, seconds in clocks.items() if before[p] <= most)
     # What is kept fills RAM and link: it must be worth something.
     least = min(found.values()) * (1 + _WORTH_KEEPING)
     return min((p for p in found if found[p] <= least), key=lambda p: p.keep_bytes_per_token)

@@ -31,7 +31,7 @@ _AS_GOOD_AS_EQUAL = 1e-6
 _MOST_STARTS = 32
 """Balanced plans whose cuts are moved."""
 
-_STARTS_BESIDE = 4
+_STARTS_BESIDE = 8
 """Balanced plans whose cuts are moved where a plan is given that is near the best."""
 
 _CHANGES = 5
@@ -222,7 +222,7 @@ def balanced_plan(
     """The best plan that ``fits`` accepts, or None. ``costs``: one a layer, embedding to head.
 
     ``seconds`` says how long a step takes. Without it, where costs are estimates, only compute takes time and the
-    best of the balanced plans will do. ``near``: from it and a few balanced plans single cuts are moved, no more.
+    best of the balanced plans will do. ``near``: the search starts from it and a few balanced plans, no more.
     """
     head = len(costs) - 1
     like = Plan((), (Stage(0, head),), num_microbatches, recompute)
@@ -239,7 +239,7 @@ def balanced_plan(
             if search.fit(_cuts_of(near)):
                 search.play([_cuts_of(near)])
                 starts.append(_cuts_of(near))
-            found = search.descend(starts, in_pairs=False)
+            found = search.descend_from(starts)
         elif found and seconds is not None:
             found = search.descend_from(search.apart(search.known, search.affordable(found[0])))
     if not found:
@@ -249,14 +249,11 @@ def balanced_plan(
     return min((search.plan(cuts) for cuts in found if search.known[cuts] <= least), key=lambda p: p.num_slots)
 
 
-def improved(plan: Plan, fits: Fits, seconds: Seconds, rounds: int, in_pairs: bool = True) -> tuple[Plan, float]:
-    """``plan``, which fits, with its cuts moved as long as that makes a step shorter; and the step's seconds.
-
-    ``in_pairs``: two at a time too, where moving one is no use.
-    """
+def improved(plan: Plan, fits: Fits, seconds: Seconds, rounds: int) -> tuple[Plan, float]:
+    """``plan``, which fits, with its cuts moved as long as that makes a step shorter; and the step's seconds."""
     search, cuts = _Search(plan, fits, seconds, rounds), _cuts_of(plan)
     search.play([cuts])
-    cuts = (search.descend_from([cuts]) if in_pairs else search.descend([cuts], in_pairs=False))[0]
+    cuts = search.descend_from([cuts])[0]
     return search.plan(cuts), search.known[cuts]
 
 

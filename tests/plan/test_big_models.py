@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -13,12 +15,13 @@ from rpft.model.layers import build_layers
 from rpft.model.moments import StateFormat
 from rpft.model.quant_choice import quantize_base
 from rpft.model.skeleton import build_model, cut
-from rpft.plan.bill import Workload, make_bill
+from rpft.plan.bill import Billing, Workload, make_bill
 from rpft.plan.choose import choose_plan, model_shape, step_shape
 from rpft.plan.costs import measured_costs
 from rpft.plan.machine import datasheet_profiles, read_machine
+from rpft.plan.partition import improved
 from rpft.plan.plan import Plan, Stage
-from rpft.plan.simulate import step_seconds
+from rpft.plan.simulate import step_seconds, steps_seconds
 
 CARD_BYTES = 24 << 30
 QWEN3 = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "num_attention_heads": 64}
@@ -185,3 +188,26 @@ def test_from_a_plan_that_is_near_one_as_fast_is_found_and_from_one_that_does_no
     too_big = Plan((Stage(0, 0),), (Stage(1, head), Stage(0, 0)), 16, "layer")
     assert make_bill(too_big, layouts, late).device > CARD_BYTES
     assert make_bill(found(late, near=too_big), layouts, late).device <= CARD_BYTES
+
+
+def test_cuts_suit_the_weights_that_stay_on_the_workers():
+    family, settings, _ = SHAPES["Llama-3.1-8B, full"]
+    config = getattr(transformers, family)(**settings)
+    skeleton = cut(build_model(config, torch.bfloat16, "auto"))
+    inject_lora(skeleton, LoraSettings(32, 64, 0.0, "all-linear"), "shape")
+    layouts = build_layers(skeleton, torch.bfloat16)
+    machine = read_machine("2xh200")
+    work = Workload(model_shape(config, 2), 4096, 16, False, "compile", torch.bfloat16)
+    profiles = datasheet_profiles(machine, layouts, skeleton, work, 4096)
+    work = replace(work, profiles=profiles)
+    plan = choose_plan(layouts, skeleton, work, 2, 16, "stage", machine.vram_bytes, None, machine.rates)
+    assert len(plan.resident) == len(layouts)
+    assert make_bill(plan, layouts, work).device <= machine.vram_bytes
+    shape = step_shape(layouts, work, measured_costs(profiles, 0, "stage"), 2, 1)
+
+    def seconds(plans: Sequence[Plan]) -> np.ndarray:
+        return steps_seconds(plans, shape, machine.rates)
+
+    billing = Billing(layouts, work)
+    _, least = improved(plan, lambda other: billing.fits(other, machine.vram_bytes, None), seconds, 1)
+    assert float(seconds([plan])[0]) <= least * 1.001
