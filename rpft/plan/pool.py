@@ -87,7 +87,7 @@ class Pool:
         """``input_up``, ``output_down``: seconds that the hidden state of a microbatch takes on the link.
 
         ``switch_share``: the part of a transfer's time for which the workers of the same switch cannot start one.
-        ``copies_beside``: the share of its rate that a transfer keeps during an update.
+        ``copies_beside``: the share of its rate that an upload of weights keeps during an update.
         """
         streams = np.zeros((5, num_workers, num_plans))
         self.compute, self.weights_up, self.inputs_up, self.outputs_down, self.gradients_down = streams
@@ -107,29 +107,24 @@ class Pool:
         """
         w = worker if isinstance(worker, int) else (worker, self.plans)
         start = np.maximum(self.weights_up[w], self.ends[0][w])
-        upload, kept_up, kept_down = work.upload, work.kept_up, work.kept_down
-        input_up, output_down = self.input_up, self.output_down
-        if self.copies_beside < 1 and (start < self.update[1]).any():
-            most = np.maximum(kept_up + input_up, kept_down + output_down)
-            longer = self._longer(start, upload + len(arrivals) * most)
-            upload, kept_up, kept_down = upload * longer, kept_up * longer, kept_down * longer
-            input_up, output_down = input_up * longer, output_down * longer
-        uploaded = np.maximum(self._through(self.switch_up, worker, start, upload), work.written)
-        self.weights_up[w] = uploaded
-        ready = np.maximum(self.compute[w], uploaded)
-        inputs = serve(arrivals, self.inputs_up[w], 0.0, input_up) if self.input_up else arrivals
+        upload, (begun, over) = work.upload, self.update
+        if self.copies_beside < 1 and (start < over).any():
+            upload = slower_beside(upload, (over - start) * (start >= begun), self.copies_beside)
+        start = self._through(self.switch_up, worker, start, upload)
+        uploaded = self.weights_up[w] = np.maximum(start + upload, work.written)
+        inputs = serve(arrivals, self.inputs_up[w], 0.0, self.input_up) if self.input_up else arrivals
         # A hidden state a layer is carried while the neighbouring layers compute: what is slower sets the pace.
-        pace = np.maximum(work.compute, kept_up)
-        computed = serve(inputs, ready, work.recompute, pace)
-        self.inputs_up[w] = np.maximum(inputs[-1], computed[-1] - pace + kept_up)
+        pace = np.maximum(work.compute, work.kept_up)
+        computed = serve(inputs, np.maximum(self.compute[w], uploaded), work.recompute, pace)
+        self.inputs_up[w] = np.maximum(inputs[-1], computed[-1] - pace + work.kept_up)
         delivered = computed
         if self.output_down:
-            delivered = serve(computed, self.outputs_down[w], kept_down, output_down)
+            delivered = serve(computed, self.outputs_down[w], work.kept_down, self.output_down)
             self.outputs_down[w] = delivered[-1]
         end = computed[-1] + self.slot_seconds
         self.ends[0][w], self.ends[1][w] = self.ends[1][w], end
         rounded = np.maximum(end, self.gradients_down[w])  # rounding waits for the buffer
-        landed = self._through(self.switch_down, worker, rounded, work.gradients_down)
+        landed = self._through(self.switch_down, worker, rounded, work.gradients_down) + work.gradients_down
         self.compute[w] = np.where(work.backward, rounded, end)
         self.gradients_down[w] = np.where(work.backward, landed, self.gradients_down[w])
         return SlotTimes(uploaded, inputs, computed, delivered, landed)
@@ -137,17 +132,11 @@ class Pool:
     def _through(
         self, switch: np.ndarray, worker: int | np.ndarray, start: np.ndarray, seconds: Any
     ) -> np.ndarray:
-        """When a transfer of ``seconds`` that ``worker`` could start at ``start`` is over, past its switch."""
+        """When a transfer of ``seconds`` that ``worker`` could start at ``start`` finds its switch free."""
         if not self.switch_share:
-            return start + seconds
+            return start
         its = worker // self.workers_per_switch
         number = its if isinstance(its, int) else (its, self.plans)
         start = np.where(seconds, np.maximum(start, switch[number]), start)
         switch[number] = np.maximum(switch[number], start + seconds * self.switch_share)
-        return start + seconds
-
-    def _longer(self, start: np.ndarray, seconds: Any) -> Any:
-        """How many times ``seconds`` copies take that begin at ``start``, because of an update beside them."""
-        begun, over = self.update
-        left = (over - start) * (start >= begun)
-        return slower_beside(seconds, left, self.copies_beside) / np.where(seconds, seconds, 1.0)
+        return start

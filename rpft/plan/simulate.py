@@ -46,7 +46,8 @@ class Rates:
     """Bytes of copies for which an update beside them ends a second later, since it gets of the host's memory what
     copies leave: at ``c`` bytes a second they leave it ``1 - c / memory`` of its rate."""
     copies_beside: float = 1.0
-    """Share of its rate that a copy keeps while an update is under way."""
+    """Share of its rate that an upload of weights keeps while an update is under way. Hidden states wait for
+    compute rather than for the link, and are not slowed down."""
     moments: float = np.inf
     """Parameters whose moments the disk reads and writes back; without end where they lie in RAM."""
 
