@@ -44,7 +44,7 @@ def measure_beside(
     copy_bytes = copy_bytes or (_COPY_BYTES if on_cuda else _CPU_COPY_BYTES)
     failure = Failure()
     update = scratch(kernels, num_parameters)
-    copies = [_Copies(device, way, copy_bytes, failure) for device in devices for way in ("up", "down")]
+    copies: list[_Copies] = []
 
     def measure() -> tuple[float, Beside]:
         update()  # touches its pages, and starts its threads
@@ -59,6 +59,8 @@ def measure_beside(
         return alone * num_parameters, Beside(beside * num_parameters, copied, copied_alone)
 
     try:
+        for device in devices:
+            copies += [_Copies(device, way, copy_bytes, failure) for way in ("up", "down")]
         # In a thread of its own, because OpenMP keeps a thread's helpers for as long as that thread lives.
         with ThreadPoolExecutor(1, "optimizer") as executor:
             return executor.submit(measure).result()
@@ -82,10 +84,11 @@ class _Copies:
         self._stream.run(self._copy, "a copy beside the update", copied_bytes=self._source.nbytes)
 
     def _copy(self) -> None:
+        if not self._going:  # the end may be queued before this
+            return
         self._target.copy_(self._source, non_blocking=True)
         self.copied += self._source.nbytes
-        if self._going:
-            self.go()
+        self.go()
 
     def end(self) -> None:
         """Returns when the last copy is done, so that its memory can go."""

@@ -190,6 +190,38 @@ def test_from_a_plan_that_is_near_one_as_fast_is_found_and_from_one_that_does_no
     assert make_bill(found(late, near=too_big), layouts, late).device <= CARD_BYTES
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("machine_name", ["2xh200", "8x4090", "2x5090", "4x3090"])
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("delayed", [False, True])
+def test_beside_a_plan_of_half_the_microbatches_one_is_found_as_fast_as_by_the_whole_search(
+    machine_name, lora, delayed
+):
+    family, settings, _ = SHAPES["Llama-3.1-8B, full"]
+    config = getattr(transformers, family)(**settings)
+    skeleton = cut(build_model(config, torch.bfloat16, "auto"))
+    if lora:
+        inject_lora(skeleton, LoraSettings(32, 64, 0.0, "all-linear"), "shape")
+    layouts = build_layers(skeleton, torch.bfloat16)
+    machine = read_machine(machine_name)
+    work = Workload(model_shape(config, 2), 4096, 16, False, "compile", torch.bfloat16)
+    profiles = datasheet_profiles(machine, layouts, skeleton, work, 4096)
+    options = ((0, 1.0), (8256, 0.86), (24640, 0.76))  # as of a block that was measured
+    profiles = [profiles[0], *(replace(p, keep_options=options) for p in profiles[1:-1]), profiles[-1]]
+    work = replace(work, profiles=profiles)
+    other = replace(work, delayed=delayed, accumulation=16 if delayed else 32)
+
+    def seconds(work: Workload, near: Plan | None) -> tuple[Plan, float]:
+        workers, rounds = machine.num_workers, work.accumulation // 16
+        limits = machine.vram_bytes, None, machine.rates
+        plan = choose_plan(layouts, skeleton, work, workers, 16, "auto", *limits, near=near)
+        costs = measured_costs(profiles, plan.keep_bytes_per_token, plan.recompute)
+        return plan, step_seconds(plan, step_shape(layouts, work, costs, workers, rounds), machine.rates)
+
+    found, _ = seconds(work, None)
+    assert seconds(other, found)[1] <= 1.01 * seconds(other, None)[1]
+
+
 def test_cuts_suit_the_weights_that_stay_on_the_workers():
     family, settings, _ = SHAPES["Llama-3.1-8B, full"]
     config = getattr(transformers, family)(**settings)
