@@ -104,6 +104,8 @@ def _report(settings: Recipe, machine: str | None) -> PlanReport:
 def _show(report: PlanReport) -> None:
     from rich.console import Console
 
+    from rpft.train.hold_up import about_saves
+
     console, prediction = Console(highlight=False), report.prediction
 
     def line(text: str) -> None:
@@ -113,7 +115,7 @@ def _show(report: PlanReport) -> None:
     line(f"recompute by {report.planned.plan.recompute}")
     if report.planned.choices:
         line(f"chosen: {'; '.join(report.planned.choices)}")
-    for about in (report.planned.about_disk, report.planned.about_offload):
+    for about in (report.planned.about_disk, report.planned.about_offload, about_saves(report.planned)):
         if about is not None:
             line(about)
     if report.planned.plan.dispatch:

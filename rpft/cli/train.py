@@ -242,6 +242,7 @@ def quiet_libraries() -> None:
 def describe(prepared: Prepared) -> list[str]:
     """What a run is, for people: model, data, plan, memory."""
     from rpft.plan.bill import gib
+    from rpft.train.hold_up import about_saves
 
     recipe, plan, bill, data = prepared.recipe, prepared.plan, prepared.bill, prepared.data
     total = sum(layout.num_parameters for layout in prepared.layouts)
@@ -268,7 +269,8 @@ def describe(prepared: Prepared) -> list[str]:
     )
     if prepared.choices:
         lines.append(f"chosen by the planner: {'; '.join(prepared.choices)}; recompute by {plan.recompute}")
-    lines += [about for about in (prepared.about_disk, prepared.about_offload) if about is not None]
+    abouts = (prepared.about_disk, prepared.about_offload, about_saves(prepared))
+    lines += [about for about in abouts if about is not None]
     lines += _describe_kernels(prepared)
     lines.append(
         f"plan for {len(prepared.devices)} worker(s) on {prepared.devices[0].torch_device.type}:"
@@ -279,7 +281,7 @@ def describe(prepared: Prepared) -> list[str]:
     if plan.dispatch:
         lines.append(f"slots of a step go to workers {' '.join(map(str, plan.dispatch))}: faster than in turn")
     for name, size, parts in (
-        ("RAM", bill.host, bill.host_parts),
+        ("RAM", prepared.memory["host_bytes"], prepared.host_parts),
         ("each worker", bill.device, bill.device_parts),
     ):
         detail = ", ".join(f"{part} {gib(num_bytes)}" for part, num_bytes in parts.items())

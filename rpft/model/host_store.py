@@ -21,7 +21,7 @@ from rpft.model.moments import Moments, StateFormat, moments_bytes, moments_in, 
 from rpft.model.moments_file import MomentsFile
 from rpft.model.pages import zeroed_pages
 from rpft.model.quant import PackedWeight, Parts
-from rpft.model.split_float import join, split_into
+from rpft.model.split_float import joined, split_into
 
 HostAllocator = Callable[[int], torch.Tensor]
 """Bytes to a uint8 tensor of exactly that many zeroed bytes of host memory, page-locked where the device wants it.
@@ -127,12 +127,16 @@ class HostLayer:
         """Whether working weights and ``master`` together are the masters."""
         return self.master.dtype == torch.int16
 
-    def master_values(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Masters ``start`` to ``stop`` as float32, flat: for reading, since it may be a copy."""
+    def stored_masters(self, start: int = 0, stop: int | None = None) -> list[torch.Tensor]:
+        """What masters ``start`` to ``stop`` lie in, flat views: they are these, joined (model/split_float.py)."""
         part = slice(start, stop)
         if self.master_is_split:
-            return join(self.working[part], self.master[part])
-        return (self.working if self.dtype == torch.float32 else self.master)[part]
+            return [self.working[part], self.master[part]]
+        return [(self.working if self.dtype == torch.float32 else self.master)[part]]
+
+    def master_values(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Masters ``start`` to ``stop`` as float32, flat: for reading, since it may be a copy."""
+        return joined(self.stored_masters(start, stop))
 
     def write_master(self, values: torch.Tensor, start: int = 0) -> None:
         """Stores ``values``, float32 and flat, as masters from ``start`` on, and rounded as working weights."""

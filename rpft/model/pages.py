@@ -19,17 +19,30 @@ def zeroed_pages(num_bytes: int) -> torch.Tensor:
 
 
 def map_pages(num_bytes: int) -> mmap.mmap:
-    """A private anonymous mapping of ``num_bytes`` > 0, every page of it present; OSError where RAM is short.
+    """A private anonymous mapping of ``num_bytes`` > 0, every page of it present; OSError where RAM is short."""
+    mapping = absent_pages(num_bytes)
+    touch(torch.frombuffer(mapping, dtype=torch.uint8))
+    return mapping
 
-    Huge pages make the first touch of a gigabyte several times faster, page-locking it too. The touch runs in
-    torch's threads: left to whoever writes first, it would slow down loading and the first step.
+
+def absent_pages(num_bytes: int) -> mmap.mmap:
+    """As ``map_pages``, but no page is present, nor takes RAM, until it is first touched.
+
+    Huge pages make the first touch of a gigabyte several times faster, page-locking it too.
     """
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without huge pages: small ones do
             mapping.madvise(mmap.MADV_HUGEPAGE)
-    torch.frombuffer(mapping, dtype=torch.uint8)[:: mmap.PAGESIZE].zero_()
     return mapping
+
+
+def touch(fresh: torch.Tensor) -> None:
+    """Brings the pages of ``fresh``, uint8 from the start of a page on, into RAM, in torch's threads.
+
+    Left to whoever writes first, it would slow down loading and the first step.
+    """
+    fresh[:: mmap.PAGESIZE].zero_()
 
 
 def read_ahead(mapped: torch.Tensor) -> None:

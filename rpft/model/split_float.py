@@ -7,6 +7,8 @@ halves are the number again, bit for bit, a NaN included. ``high`` is rounded to
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,11 @@ _BLOCK = 1 << 20
 def join(high: Tensor, low: Tensor) -> Tensor:
     """float32 numbers of the halves, bfloat16 and int16 of one shape, in new memory."""
     return high.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(low).view(torch.float32)
+
+
+def joined(stored: Sequence[Tensor]) -> Tensor:
+    """The numbers that are ``stored``: whole, which are given as they are, or in two halves."""
+    return join(*stored) if len(stored) == 2 else stored[0]
 
 
 def split_into(high: Tensor, low: Tensor, values: Tensor) -> None:

@@ -25,6 +25,7 @@ from rpft.optim.adamw import AdamW, BorrowedGradient, gradient_parts
 from rpft.optim.moments_window import MomentsWindow
 from rpft.optim.one_pass import FusedPass, OnePass
 from rpft.optim.schedule import Schedule
+from rpft.optim.threads import openmp_threads
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,7 @@ class HostOptimizer:
         if rate is None and source == target:
             return
         self._wait(update.replaced.readers[index], WEIGHTS)
-        with standing_still(CHECKPOINT):
+        with standing_still(CHECKPOINT), openmp_threads(self._kernels.num_threads):
             self._before_update(update.ticket.step, index)
         if rate is None:
             layer.copy(target).copy_(layer.copy(source))

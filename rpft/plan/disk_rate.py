@@ -1,8 +1,9 @@
-"""How fast the disk of a folder is read, and written at the same time; measured past the system's cache."""
+"""How fast the disk of a folder is read, written, and both at the same time; measured past the system's cache."""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import mmap
 import os
 import tempfile
@@ -83,3 +84,25 @@ def turnover_rate(folder: Path, num_bytes: int = _BYTES) -> float | None:
         return None
     finally:
         file.close()
+
+
+@functools.cache
+def write_rate(folder: Path, num_bytes: int = _BYTES) -> float | None:
+    """Bytes a second that a file in ``folder``, which need not exist yet, is written with, once a process.
+
+    Written as a checkpoint is, and synced; its checksum is taken meanwhile, and may be the slower of both. At most
+    256 MiB of ``num_bytes`` are written. None where the folder cannot be.
+    """
+    content = torch.randint(256, (min(num_bytes, _BYTES),), dtype=torch.uint8).numpy()
+    try:
+        with tempfile.TemporaryFile(dir=files.existing_folder(folder)) as file:
+            started = time.perf_counter()
+            with ThreadPoolExecutor(1, "checksum") as hasher:
+                hashed = hasher.submit(hashlib.sha256, content)
+                content.tofile(file)
+                file.flush()
+                os.fsync(file.fileno())
+                hashed.result()
+            return content.nbytes / (time.perf_counter() - started)
+    except OSError:
+        return None

@@ -8,7 +8,7 @@ checkpoint.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from rpft.model.host_store import HostLayer, HostStore
 from rpft.model.layout import LayerLayout
 from rpft.model.moments import Moments, StateFormat, moments_bytes, moments_in, stored_parts
 from rpft.model.pages import zeroed_pages
-from rpft.train.shards import FileRecord, TensorEntry, shard_bytes, write_shard
+from rpft.train.shards import FileRecord, Piece, Take, TensorEntry, pieces, shard_bytes, write_shard
 
 LAYER_FILE = re.compile(r"layer-\d{5}\.safetensors")
 _FORMATS: dict[str, StateFormat] = {"F32": "fp32", "BF16": "bf16", "U8": "8bit"}
@@ -41,25 +41,25 @@ def _entries(
 ) -> Iterator[TensorEntry]:
     """What the file of ``layer`` holds. Without it entries are good for sizes only. ``moments``: not its own."""
 
-    def read(kind: str, offset: int, first: int, stop: int) -> torch.Tensor:
+    def stored(kind: str, offset: int, first: int, stop: int) -> Sequence[torch.Tensor]:
         assert layer is not None
         first, stop = offset + first, offset + stop
         if kind == "master":
-            return layer.master_values(first, stop)
+            return layer.stored_masters(first, stop)
         if kind == "working":
-            return layer.lagging[first:stop]
-        return layer.state_part(kind, first, stop) if moments is None else getattr(moments, kind)[first:stop]
+            return [layer.lagging[first:stop]]
+        return [layer.state_part(kind, first, stop) if moments is None else getattr(moments, kind)[first:stop]]
 
     for name, (spec, byte_offset) in layout.own.items():
         if not spec.trained:
             continue
         offset = byte_offset // spec.dtype.itemsize
-        yield TensorEntry(f"master.{name}", torch.float32, spec.shape, partial(read, "master", offset))
+        yield TensorEntry(f"master.{name}", torch.float32, spec.shape, partial(stored, "master", offset))
         for kind, dtype, block in stored_parts(state_format):
             shape = spec.shape if block == 1 else (-(-spec.num_elements // block),)
-            yield TensorEntry(f"{kind}.{name}", dtype, shape, partial(read, kind, offset // block))
+            yield TensorEntry(f"{kind}.{name}", dtype, shape, partial(stored, kind, offset // block))
         if lagging:
-            yield TensorEntry(f"working.{name}", spec.dtype, spec.shape, partial(read, "working", offset))
+            yield TensorEntry(f"working.{name}", spec.dtype, spec.shape, partial(stored, "working", offset))
 
 
 def layer_file_bytes(layout: LayerLayout, lagging: bool, state_format: StateFormat) -> int:
@@ -67,13 +67,24 @@ def layer_file_bytes(layout: LayerLayout, lagging: bool, state_format: StateForm
     return shard_bytes(list(_entries(layout, lagging, state_format))) + 4096
 
 
+def piece_sizes(layout: LayerLayout, lagging: bool, state_format: StateFormat) -> list[int]:
+    """Bytes of each of the pieces that the file of a layer is written in."""
+    return [piece.num_bytes for piece in pieces(list(_entries(layout, lagging, state_format)))]
+
+
+def layer_pieces(store: HostStore, lagging: bool, layer: int) -> list[Piece]:
+    """What ``write_layer`` asks ``take`` for, in its order."""
+    held = store.layers[layer]
+    return list(pieces(list(_entries(held.layout, lagging, store.state_format, held))))
+
+
 def write_layer(
-    store: HostStore, lagging: bool, layer: int, path: Path, go_on: Callable[[int], None]
+    store: HostStore, lagging: bool, layer: int, path: Path, go_on: Callable[[int], None], take: Take
 ) -> FileRecord:
-    """Writes masters and moments of ``layer``, ``lagging`` its working weights too. ``go_on``: see write_shard."""
+    """Writes masters and moments of ``layer``, ``lagging`` its working weights too. The rest: see write_shard."""
     held = store.layers[layer]
     entries = _entries(held.layout, lagging, store.state_format, held)
-    return write_shard(path, list(entries), go_on)
+    return write_shard(path, list(entries), go_on, take)
 
 
 def master_place(path: Path, layer: int, name: str) -> tuple[Path, str]:

@@ -290,6 +290,9 @@ class Trainer:
         if not self._settled:
             self._settled = True
             machinery.engine.settle()
+            # By now the run has taken what else it takes.
+            prepared = self._prepared
+            self._saver.take_memory(prepared.copies_bytes, prepared.target.ram_reserve_bytes)
         self._note(flight, result)
         steps = self._guard.see(flight.step, result.loss_sum / flight.trained_tokens)
         if steps is not None:

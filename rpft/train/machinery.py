@@ -148,6 +148,7 @@ class Machinery:
         self.optimizer.restart()
         while (found := smaller(self.prepared)) is not None:
             self.prepared = found
+            self.saver.limit_memory(found.copies_bytes)
             try:
                 self.start()
                 return
@@ -163,6 +164,7 @@ class Machinery:
         self._end()
         self._let_go(None)
         self.prepared = prepared
+        self.saver.limit_memory(prepared.copies_bytes)
         self.optimizer.restart()
         self.start()
 
@@ -211,5 +213,6 @@ class Machinery:
         if at_once:
             self.saver.give_up()
         self.saver.wait()
+        self.saver.close()
         if self._engine is not None:
             self.watchdog.close()

@@ -17,6 +17,7 @@ from rpft.plan.plan import Stage
 from rpft.plan.playback import Playback, play_back, slot_kind
 from rpft.plan.predict import Prediction
 from rpft.plan.simulate import slot_works
+from rpft.train.hold_up import about_saves
 from rpft.train.job import made_for
 from rpft.train.planning import MEMORY_NAMES, Planned
 from rpft.train.tries import Tried, faster, smaller, tokens_per_second
@@ -93,6 +94,7 @@ class Change:
 
     setting: str
     memory: dict[str, int]
+    """What it would need, as ``Planned.needs``."""
     fits: bool
     gain: float
     """Tokens a second more, as a share, on lines of full length."""
@@ -198,6 +200,9 @@ class PlanReport:
             facts.append(("host store", planned.about_disk))
         if planned.about_offload is not None:
             facts.append(("moments", planned.about_offload))
+        held_up = about_saves(planned)
+        if held_up is not None:
+            facts.append(("saves", held_up))
         facts += [("chosen by the planner", choice) for choice in planned.choices]
         if plan.dispatch:
             facts.append(("slots of a step go to workers", " ".join(map(str, plan.dispatch))))
@@ -283,7 +288,7 @@ def _memory(planned: Planned) -> dict[str, MemoryReport]:
         disk["moments"] = planned.bill.moments_file
     if planned.num_checkpoints:
         disk[f"{planned.num_checkpoints} checkpoint(s)"] = planned.num_checkpoints * planned.checkpoint_bytes
-    parts = {"vram_bytes": planned.bill.device_parts, "host_bytes": planned.bill.host_parts, "disk_bytes": disk}
+    parts = {"vram_bytes": planned.bill.device_parts, "host_bytes": planned.host_parts, "disk_bytes": disk}
     limits = planned.limits
     return {
         key: MemoryReport(MEMORY_NAMES[key], takes, limits[key], dict(parts.get(key, {})))
@@ -293,7 +298,7 @@ def _memory(planned: Planned) -> dict[str, MemoryReport]:
 
 def _change(planned: Planned, tried: Tried) -> Change:
     gain = tried.tokens_per_second / tokens_per_second(planned) - 1
-    return Change(tried.setting, tried.planned.memory, tried.planned.fits, gain)
+    return Change(tried.setting, tried.planned.needs, tried.planned.fits, gain)
 
 
 def _machine(planned: Planned, machine: Machine | None) -> dict[str, Any]:

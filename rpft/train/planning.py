@@ -30,6 +30,7 @@ from rpft.train.dividing import plan_rounds, plan_rows
 from rpft.train.job import Job, made_for, read_job
 from rpft.train.kernels import KernelChoice
 from rpft.train.room import most_checkpoints
+from rpft.train.save_copies import copies_bytes
 
 MEMORY_NAMES = {
     "vram_bytes": "each worker's memory",
@@ -49,6 +50,12 @@ _WORTH_SAYING = 0.005
 """Share of a step that more memory must save to be called a limit."""
 
 _DISKS = ("disk_bytes", "offload_bytes")
+
+COPIES = "copies while a checkpoint is written"
+"""The part of ``Planned.host_parts`` that a run takes only where it is free."""
+
+_RAM_LEFT_FREE = 0.05
+"""Share of the RAM there is that such copies leave to other programs and to the system's cache of files."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,13 @@ class Target:
     """Free on the disk of ``optimizer.offload``, where that is another than the output directory's."""
     turnover_rate: float | None = None
     """Bytes a second that it reads and writes back at once; None where that is not known."""
+    write_rate: float | None = None
+    """Bytes a second that a checkpoint is written with; None where that is not known."""
+
+    @property
+    def ram_reserve_bytes(self) -> int:
+        """That are left free by what a run takes only because it is there."""
+        return int(_RAM_LEFT_FREE * self.ram_bytes)
 
     def rates_of(self, job: Job) -> Rates:
         """``rates``, with that of the disk where the moments of ``job`` lie there."""
@@ -116,14 +130,40 @@ class Planned(Job):
         """Of one checkpoint."""
         return checkpoint_bytes(self.layouts, self.delayed, self.recipe.optimizer.state)
 
+    @cached_property
+    def most_copies_bytes(self) -> int:
+        """Of all that a save on the way could have to copy; 0 where nothing is saved there."""
+        if not self.recipe.checkpoint.regular:
+            return 0
+        return copies_bytes(self.layouts, self.delayed, self.state_format)
+
+    @cached_property
+    def copies_bytes(self) -> int:
+        """RAM for such copies, of what the plan leaves free.
+
+        None where moments lie in a file: an update brings them from the disk, as copies of them would have to.
+        """
+        spare = self.target.ram_bytes - self.target.ram_reserve_bytes - self.bill.host
+        return 0 if self.offload is not None else max(0, min(self.most_copies_bytes, spare))
+
+    @property
+    def host_parts(self) -> dict[str, int]:
+        """What the run takes of RAM, by what it is for."""
+        return self.bill.host_parts | ({COPIES: self.copies_bytes} if self.copies_bytes else {})
+
     @property
     def num_checkpoints(self) -> int:
         """On the disk at once, at most."""
         return most_checkpoints(self.recipe, self.data.order.num_steps)
 
-    @cached_property
+    @property
     def memory(self) -> dict[str, int]:
         """What the run takes of each kind of memory, in bytes; VRAM is of one worker."""
+        return self.needs | {"host_bytes": self.bill.host + self.copies_bytes}
+
+    @cached_property
+    def needs(self) -> dict[str, int]:
+        """``memory`` without what is taken only because it is free."""
         pinned = 0
         if self.target.page_locks:
             crossing = ("hidden states between stages", "kept for the backward")
@@ -205,8 +245,8 @@ class Planned(Job):
     @property
     def short_of(self) -> list[str]:
         """The kinds of memory of which there is too little."""
-        memory = self.memory
-        return [name for name, limit in self.limits.items() if limit is not None and memory[name] > limit]
+        needs = self.needs
+        return [name for name, limit in self.limits.items() if limit is not None and needs[name] > limit]
 
     @property
     def fits(self) -> bool:
@@ -215,9 +255,9 @@ class Planned(Job):
     @property
     def memory_short(self) -> float:
         """The largest share by which RAM or VRAM is exceeded; 0 where both do."""
-        memory, limits = self.memory, self.limits
+        needs, limits = self.needs, self.limits
         return max(
-            0.0, *(memory[n] / limit - 1 for n, limit in limits.items() if limit is not None and n not in _DISKS)
+            0.0, *(needs[n] / limit - 1 for n, limit in limits.items() if limit is not None and n not in _DISKS)
         )
 
     def prediction(self) -> Prediction | None:

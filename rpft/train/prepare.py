@@ -14,7 +14,7 @@ from rpft.model.packed_attention import adopt
 from rpft.optim.one_pass import FusedPass, OnePass
 from rpft.optim.one_pass import prepare as prepare_one_pass
 from rpft.plan.bill import available_host_bytes
-from rpft.plan.disk_rate import disk_rate, turnover_rate
+from rpft.plan.disk_rate import disk_rate, turnover_rate, write_rate
 from rpft.plan.profile_file import Profile
 from rpft.plan.simulate import ASSUMED_RATES
 from rpft.recipe.schema import Recipe
@@ -107,6 +107,9 @@ def plan_here(bench: Workbench, profile: Profile | None) -> Prepared:
     planned = plan_job(bench.job, target, None if profile is None else profile.layers, profile)
     if planned.on_disk:
         planned = replace(planned, target=replace(target, disk_rate=disk_rate(Path(recipe.output_dir))))
+    if planned.copies_bytes < planned.most_copies_bytes:
+        rate = write_rate(Path(recipe.output_dir), planned.checkpoint_bytes)
+        planned = replace(planned, target=replace(planned.target, write_rate=rate))
     # Its fields only: what was worked out from them may be other with a rate of the disk.
     of_plan = {field.name: getattr(planned, field.name) for field in fields(planned)}
     return Prepared(**of_plan, devices=devices, functions=bench.functions, one_pass=bench.one_pass)

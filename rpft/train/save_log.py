@@ -29,8 +29,8 @@ class SaveLog:
                 self._failed_in_a_row, self.last_checkpoint = 0, report.path
                 self._reporter.saved(report.path)
                 self._reporter.say(
-                    f"{gib(report.num_bytes)} were saved in {report.seconds:.1f} s, and training was held up for"
-                    f" {report.stall_seconds:.2f} s of it"
+                    f"{gib(report.num_bytes)} were saved in {report.seconds:.1f} s, {gib(report.copied_bytes)} of"
+                    f" them from copies, and training was held up for {report.stall_seconds:.2f} s of it"
                 )
                 continue
             assert report.error is not None

@@ -1,11 +1,11 @@
-"""Writes checkpoints while training goes on: the next update of a layer waits until the layer has been written.
+"""Writes checkpoints while training goes on: a layer that is not yet written is copied before its next update.
 
-    optimizer   | update t           | . waits . | update t + 1, layer 0 | layer 1 | ...
-    saver                            | layer 0   | layer 1 | layer 2 | ...          | sync, rename |
+    optimizer   | update t |          | copies layer 1, update t + 1 | copies layer 2, update t + 1 | ...
+    saver                  | layer 0  | layer 1                                 | layer 2 | ...  | sync, rename |
 
-Nothing is copied: layers are written straight from the host store, in the order in which the optimizer takes them.
-It is held up only where the disk is slower than a step, and for no longer than the writing takes; what must be
-synced afterwards holds up nobody.
+Layers are written in the order in which the optimizer takes them, straight from the host store or from copies
+(save_copies.py). The optimizer waits only where there is no room for a copy, until the disk has made some; where
+there is none at all, as with moments in a file, until the layer is written. To sync it all holds up nobody.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from rpft.engine.streams import EngineThread
 from rpft.model.host_store import HostStore
 from rpft.plan.bill import gib
 from rpft.train.checkpoint import CheckpointFolder, TrainState, checkpoint_bytes
-from rpft.train.checkpoint_layers import write_layer
+from rpft.train.checkpoint_layers import layer_pieces, write_layer
+from rpft.train.save_copies import SaveCopies
 from rpft.train.shards import FileRecord
+from rpft.train.spare_memory import SpareMemory
 
 
 class NoRoom(OSError):
@@ -41,7 +43,9 @@ class SaveReport:
     num_bytes: int
     seconds: float
     stall_seconds: float
-    """How long training was held up."""
+    """How long training was held up, by copying and by waiting for the disk."""
+    copied_bytes: int
+    """That were written from copies, since the disk was slower than a step."""
     removed: list[Path]
     """Older checkpoints that went to make room."""
 
@@ -71,8 +75,11 @@ class Saver:
         self.checkpoint_bytes = checkpoint_bytes(self._layouts, lagging, store.state_format)
         self._changed = threading.Condition()
         self._step: int | None = None
-        self._written = [True] * len(self._layouts)
-        self._stall_seconds = 0.0
+        self._memory = SpareMemory(self._changed)
+        self._copies: SaveCopies | None = None
+        """Of the step that is armed."""
+        self._waited_seconds = 0.0
+        """For the save before."""
         self._given_up = False
         self._thread: threading.Thread | None = None
         self._reports: list[SaveReport] = []
@@ -91,10 +98,12 @@ class Saver:
         """
         began = time.monotonic()
         self.wait()
+        layers = [layer_pieces(self._store, self._lagging, layer) for layer in range(len(self._layouts))]
         with self._changed:
+            self._disarm()
             self._step = step
-            self._written = [layout.num_trained == 0 for layout in self._layouts]
-            self._stall_seconds = time.monotonic() - began
+            self._copies = SaveCopies(layers, self._memory, self._changed, self._failure)
+            self._waited_seconds = time.monotonic() - began
 
     def start(self, state: TrainState) -> None:
         """Begins to write the state of the step that is armed, all of whose updates are applied."""
@@ -103,19 +112,38 @@ class Saver:
         self._thread.start()
 
     def before_update(self, step: int, layer: int) -> None:
-        """Holds up the optimizer, before the update of ``step`` changes ``layer``, until the layer is written."""
-        with self._changed:
-            if not self._held(step, layer):
-                return
-            began = time.monotonic()
-            while self._held(step, layer):
-                self._failure.cancel_if_lost()
-                self._changed.wait(POLL_SECONDS)
-            self._stall_seconds += time.monotonic() - began
+        """Before the update of ``step`` changes ``layer``: what is to be saved of it is copied, or written first.
 
-    def _held(self, step: int, layer: int) -> bool:
-        # The step may be a later one by now: a save has ended and the next was asked for, which needs this update.
-        return self._step is not None and step > self._step and not self._written[layer]
+        Copies are made by the calling thread, in as many threads as torch has there.
+        """
+        with self._changed:
+            copies = self._copies if self._step is not None and step > self._step else None
+        if copies is not None:
+            copies.free(layer)
+
+    # -- memory for copies ---------------------------------------------------------------------------------
+
+    def take_memory(self, num_bytes: int, left_free_bytes: int) -> None:
+        """Takes ``num_bytes`` of RAM for copies, or as many as leave that much free; does not wait for them.
+
+        They are kept to the end: at a later save they might not be there, and to touch them anew takes time.
+        """
+        self._memory.take(num_bytes, left_free_bytes)
+
+    def limit_memory(self, num_bytes: int) -> None:
+        """Gives back what is more than ``num_bytes``; where that is any, a save in progress is waited for."""
+        if self._memory.ready_bytes > num_bytes:
+            self.wait()
+        self._memory.limit(num_bytes)
+        with self._changed:
+            if self._copies is None or not self._copies.in_use:
+                self._memory.trim()
+
+    def close(self) -> None:
+        """Gives all memory back. To be called when no save is in progress and no update can come."""
+        self._memory.close()
+
+    # -- the end of a save ---------------------------------------------------------------------------------
 
     def wait(self) -> None:
         """Returns when no save is in progress."""
@@ -147,20 +175,34 @@ class Saver:
             pass
         except Exception as caught:  # a full or broken disk: the main thread says it
             error = caught
-        size, seconds = self.checkpoint_bytes, time.monotonic() - began
+        seconds = time.monotonic() - began
         with self._changed:
+            assert self._copies is not None
             if path is not None or error is not None:
-                report = SaveReport(state.step, path, error, size, seconds, self._stall_seconds, removed)
+                stall_seconds = self._waited_seconds + self._copies.stall_seconds
+                report = SaveReport(
+                    step=state.step,
+                    path=path,
+                    error=error,
+                    num_bytes=self.checkpoint_bytes,
+                    seconds=seconds,
+                    stall_seconds=stall_seconds,
+                    copied_bytes=self._copies.copied_bytes,
+                    removed=removed,
+                )
                 self._reports.append(report)
-            self._step = None
-            self._changed.notify_all()
+            self._disarm()
+
+    def _disarm(self) -> None:
+        """No update need mind the save any more: it is whole, or will not be."""
+        if self._copies is not None:
+            self._copies.end()
+            self._memory.trim()
+        self._step = self._copies = None
 
     def _write_layer(self, layer: int, path: Path) -> FileRecord:
-        record = write_layer(self._store, self._lagging, layer, path, self._go_on)
-        with self._changed:
-            self._written[layer] = True
-            self._changed.notify_all()
-        return record
+        assert self._copies is not None
+        return write_layer(self._store, self._lagging, layer, path, self._go_on, self._copies.take)
 
     def _go_on(self, num_bytes: int) -> None:
         if self._given_up:

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from rpft import files
+from rpft.model.split_float import joined
 
 _CHUNK_BYTES = 16 << 20
 """What is written and hashed at a time, and how long a save that is given up may go on."""
@@ -23,12 +25,17 @@ _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", t
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor that is to be written. ``read`` gives its elements from one to another, flat, at their turn."""
+    """A tensor that is to be written."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    read: Callable[[int, int], torch.Tensor]
+    stored: Callable[[int, int], Sequence[torch.Tensor]]
+    """What its elements from one to another lie in, flat, asked for at their turn: see ``joined``."""
+
+    def read(self, first: int, stop: int) -> torch.Tensor:
+        """Elements ``first`` to ``stop``, flat; a view where they lie whole."""
+        return joined(self.stored(first, stop))
 
     @property
     def num_elements(self) -> int:
@@ -37,6 +44,28 @@ class TensorEntry:
     @property
     def num_bytes(self) -> int:
         return self.dtype.itemsize * self.num_elements
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements of a tensor that are written at once."""
+
+    entry: TensorEntry
+    first: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        """In the file, and of what they lie in."""
+        return self.entry.dtype.itemsize * (self.stop - self.first)
+
+    def stored(self) -> Sequence[torch.Tensor]:
+        """What they lie in; see ``TensorEntry``."""
+        return self.entry.stored(self.first, self.stop)
+
+
+Take = Callable[[Piece], AbstractContextManager[Sequence[torch.Tensor]]]
+"""Gives what a piece lies in, or copies of it, while the piece is written."""
 
 
 @dataclass(frozen=True)
@@ -52,31 +81,45 @@ def shard_bytes(entries: Sequence[TensorEntry]) -> int:
     return len(_header(entries)) + sum(entry.num_bytes for entry in entries)
 
 
-def write_shard(path: Path, entries: Sequence[TensorEntry], go_on: Callable[[int], None]) -> FileRecord:
+def write_shard(
+    path: Path,
+    entries: Sequence[TensorEntry],
+    go_on: Callable[[int], None],
+    take: Take = lambda piece: nullcontext(piece.stored()),
+) -> FileRecord:
     """Writes ``entries``, in order, as the safetensors file ``path``; it is not yet synced.
 
-    ``go_on`` is told of each piece's bytes, and raises to give up.
+    ``go_on`` is told of each piece's bytes, and raises to give up. ``take``: called of all ``pieces``, in order,
+    one at a time.
     """
     digest, size = hashlib.sha256(), 0
     with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1, "checksum") as hasher:
-        for piece in _pieces(entries):
-            hashed = hasher.submit(digest.update, piece)
+        for content in _contents(entries, take):
+            hashed = hasher.submit(digest.update, content)
             try:
-                files.write(file, piece)
+                files.write(file, content)
             finally:
                 hashed.result()
-            size += len(piece)
-            go_on(len(piece))
+            size += len(content)
+            go_on(len(content))
     return FileRecord(size, digest.hexdigest())
 
 
-def _pieces(entries: Sequence[TensorEntry]) -> Iterator[bytes | memoryview]:
-    yield _header(entries)
+def pieces(entries: Sequence[TensorEntry]) -> Iterator[Piece]:
+    """What ``entries`` are written in."""
     for entry in entries:
         step = _CHUNK_BYTES // entry.dtype.itemsize
         for start in range(0, entry.num_elements, step):
-            part = entry.read(start, min(start + step, entry.num_elements))
-            assert part.dtype == entry.dtype, entry.name
+            yield Piece(entry, start, min(start + step, entry.num_elements))
+
+
+def _contents(entries: Sequence[TensorEntry], take: Take) -> Iterator[bytes | memoryview]:
+    """The bytes of the file; what one ``yield`` gives is written when the next is asked for."""
+    yield _header(entries)
+    for piece in pieces(entries):
+        with take(piece) as stored:
+            part = joined(stored)
+            assert part.dtype == piece.entry.dtype, piece.entry.name
             yield part.view(torch.uint8).numpy().data
 
 

@@ -48,8 +48,8 @@ def smaller(planned: Planned, count: int = 3) -> list[Tried]:
     short = {name: limit for name in planned.short_of if (limit := planned.limits[name])}
 
     def saved(tried: Tried) -> float:
-        now = tried.planned.memory
-        return sum((planned.memory[name] - now[name]) / limit for name, limit in short.items())
+        now = tried.planned.needs
+        return sum((planned.needs[name] - now[name]) / limit for name, limit in short.items())
 
     found = [(saved(tried), tried) for tried in _tried(planned, _smaller_changes(planned))]
     return [tried for gain, tried in sorted(found, key=lambda item: -item[0]) if gain > 0][:count]
@@ -116,9 +116,9 @@ def _advice(planned: Planned) -> str:
     """``smaller`` in a sentence, without its full stop."""
     found = []
     for tried in smaller(planned):
-        now = tried.planned.memory
+        now = tried.planned.needs
         needs = ", ".join(
-            f"{MEMORY_NAMES[name]} {gib(now[name])}, {less(planned.memory[name] - now[name])}"
+            f"{MEMORY_NAMES[name]} {gib(now[name])}, {less(planned.needs[name] - now[name])}"
             for name in planned.short_of
         )
         found.append(f"{tried.setting} ({needs}{'; fits' if tried.planned.fits else ''})")

@@ -79,7 +79,9 @@ def live(words: list[str], folder: Path, before: Callable[[], None], meanwhile: 
             from rpft.cli import main
             from rpft.train import prepare, room
 
-            prepare.turnover_rate = lambda folder: 1e9  # to measure it takes longer than a life
+            # To measure them takes longer than a life.
+            prepare.turnover_rate = lambda folder: 1e9
+            prepare.write_rate = lambda folder, num_bytes: 1e9
             room.lies_in_ram = lambda folder: False  # wherever this runs
 
             main(words)

@@ -47,6 +47,7 @@ def a_disk_anywhere():
         patch.setattr("rpft.train.room.lies_in_ram", lambda folder: False)
         patch.setattr("rpft.train.tries.lies_in_ram", lambda folder: False)
         patch.setattr("rpft.train.prepare.turnover_rate", lambda folder: 1e9)
+        patch.setattr("rpft.train.prepare.write_rate", lambda folder, num_bytes: 1e9)
         yield
 
 

@@ -98,7 +98,7 @@ def test_a_shard_is_what_safetensors_reads_with_its_size_and_checksum(tmp_path):
         "d": torch.tensor(3.0),
     }
     entries = [
-        TensorEntry(name, t.dtype, tuple(t.shape), lambda first, stop, t=t: t.flatten()[first:stop])
+        TensorEntry(name, t.dtype, tuple(t.shape), lambda first, stop, t=t: [t.flatten()[first:stop]])
         for name, t in tensors.items()
     ]
     path = tmp_path / "x.safetensors"
@@ -117,7 +117,7 @@ def test_a_large_tensor_is_never_in_memory_whole(tmp_path, monkeypatch):
 
     def read(first, stop):
         asked.append((first, stop))
-        return torch.arange(first, stop, dtype=torch.float32)
+        return [torch.arange(first, stop, dtype=torch.float32)]
 
     write_shard(tmp_path / "x", [TensorEntry("a", torch.float32, (777,), read)], lambda count: None)
     assert asked == [(0, 250), (250, 500), (500, 750), (750, 777)]

@@ -1,0 +1,181 @@
+"""What of a save is written, what lies copied, what is neither: between the saver's thread and the optimizer's.
+
+    pieces      | written . . . | at work | copied . . . . . . . . | not yet touched . . . . . . . . . . . |
+                                  saver ->                           <- optimizer, up to the end of its layer
+
+Pieces are in the order of the files, in which layers are updated too. The optimizer copies those of the layer that
+it is about to change, the saver writes from the copies, and their places come free in the same order: a ring.
+Where it is full the optimizer waits for the saver, a piece at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+
+import torch
+
+from rpft.engine.failure import POLL_SECONDS, Failure
+from rpft.model.layout import LayerLayout, align
+from rpft.model.moments import StateFormat
+from rpft.train.checkpoint_layers import piece_sizes
+from rpft.train.shards import Piece
+from rpft.train.spare_memory import SpareMemory
+
+_ALIGNMENT_BYTES = 64
+
+
+def copies_bytes(layouts: Sequence[LayerLayout], lagging: bool, state_format: StateFormat) -> int:
+    """Bytes that copies of all that a checkpoint holds take."""
+    return sum(
+        align(size, _ALIGNMENT_BYTES) for each in layouts for size in piece_sizes(each, lagging, state_format)
+    )
+
+
+class Ring:
+    """Places in a run of bytes, given out and taken back in one order."""
+
+    def __init__(self) -> None:
+        self._taken: deque[tuple[int, int]] = deque()
+        """(start, stop) of each, the oldest first."""
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    def reserve(self, num_bytes: int, capacity: int) -> int | None:
+        """Where ``num_bytes`` in one piece begin below ``capacity``; None where there is no room."""
+        size, start, end = align(num_bytes, _ALIGNMENT_BYTES), 0, capacity
+        if self._taken:
+            oldest, (newest, start) = self._taken[0][0], self._taken[-1]
+            if newest < oldest:
+                end = oldest
+            elif start + size > capacity:
+                start, end = 0, oldest
+        if start + size > end:
+            return None
+        self._taken.append((start, start + size))
+        return start
+
+    def release(self) -> None:
+        """Takes the oldest place back."""
+        self._taken.popleft()
+
+
+class SaveCopies:
+    """The pieces of one save. ``take`` is called by the saver's thread, ``free`` by the optimizer's."""
+
+    def __init__(
+        self,
+        layers: Sequence[Sequence[Piece]],
+        memory: SpareMemory,
+        changed: threading.Condition,
+        failure: Failure,
+    ) -> None:
+        """``layers``: the pieces of each, in order. ``changed``: notified when more of ``memory`` is there."""
+        self._pieces = [piece for layer in layers for piece in layer]
+        self._stops = list(accumulate(map(len, layers)))
+        self._memory, self._changed, self._failure = memory, changed, failure
+        self._ring = Ring()
+        self._copies: deque[tuple[int, list[torch.Tensor]]] = deque()
+        """(number of the piece, copies of what it lies in), not yet written."""
+        self._taken = 0
+        """Pieces that the saver has begun or written."""
+        self._copied = 0
+        """The end of those that are copied."""
+        self._from_store: int | None = None
+        """The piece that is written from where the optimizer would change it."""
+        self._copying: int | None = None
+        self._over = False
+        self.copied_bytes = 0
+        self.stall_seconds = 0.0
+        """For which ``free`` has held up its caller."""
+
+    @property
+    def in_use(self) -> bool:
+        """Whether any of the memory is."""
+        return not self._over and len(self._ring) > 0
+
+    def end(self) -> None:
+        """Nobody waits for the save any more: it is whole, or will not be."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
+    # -- the saver -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def take(self, piece: Piece) -> Iterator[Sequence[torch.Tensor]]:
+        """What the next piece lies in, or its copies, until it is written."""
+        with self._changed:
+            number = self._taken
+            assert piece.num_bytes == self._pieces[number].num_bytes
+            while self._copying == number:
+                self._changed.wait(POLL_SECONDS)
+            self._taken += 1
+            copies = self._copies.popleft()[1] if self._copies and self._copies[0][0] == number else None
+            if copies is None:
+                self._from_store = number
+        yield piece.stored() if copies is None else copies
+        with self._changed:
+            if copies is None:
+                self._from_store = None
+            else:
+                self._ring.release()
+            self._changed.notify_all()
+
+    # -- the optimizer -------------------------------------------------------------------------------------
+
+    def free(self, layer: int) -> None:
+        """Returns when what the save holds of ``layer`` is written or copied, so that it may change.
+
+        Layers must come in order.
+        """
+        first, stop = self._stops[layer - 1] if layer else 0, self._stops[layer]
+        began = time.monotonic()
+        before = self.stall_seconds
+        with self._changed:
+            while not self._over and self._needed(first, stop):
+                if not self._copy_next(stop):
+                    self._failure.cancel_if_lost()
+                    self._changed.wait(POLL_SECONDS)
+                self.stall_seconds = before + time.monotonic() - began
+
+    def _needed(self, first: int, stop: int) -> bool:
+        if max(self._taken, self._copied) < stop:
+            return True
+        return self._from_store is not None and first <= self._from_store < stop
+
+    def _copy_next(self, stop: int) -> bool:
+        """Copies the first piece before ``stop`` that nobody has begun, if there is room; lets go of the lock."""
+        number = max(self._taken, self._copied)
+        if number >= stop:
+            return False
+        piece = self._pieces[number]
+        start = self._ring.reserve(piece.num_bytes, self._memory.ready_bytes)
+        if start is None:
+            return False
+        self._copying = number
+        self._changed.release()
+        try:
+            copies = _copied(piece.stored(), self._memory.place(start, start + piece.num_bytes))
+        finally:
+            self._changed.acquire()
+            self._copying = None
+            self._changed.notify_all()
+        self._copied = number + 1
+        self._copies.append((number, copies))
+        self.copied_bytes += piece.num_bytes
+        return True
+
+
+def _copied(stored: Sequence[torch.Tensor], place: torch.Tensor) -> list[torch.Tensor]:
+    """``stored`` in ``place``, uint8, one behind the other. They have numbers of one size."""
+    copies, start = [], 0
+    for part in stored:
+        copies.append(place[start : start + part.nbytes].view(part.dtype).copy_(part))
+        start += part.nbytes
+    return copies
