@@ -55,7 +55,7 @@ class Ring:
                 end = oldest
             elif start + size > capacity:
                 start, end = 0, oldest
-        if start + size > end:
+        if start + size > min(end, capacity):
             return None
         self._taken.append((start, start + size))
         return start
