@@ -14,7 +14,9 @@ from rpft.model.host_store import store_bytes
 from rpft.plan.bill import RESULT_EXTRAS_BYTES, available_host_bytes, gib
 from rpft.recipe.load import load_recipe
 from rpft.train.checkpoint import checkpoint_bytes
+from rpft.train.planning import COPIES
 from rpft.train.prepare import prepare
+from rpft.train.spare_memory import SpareMemory
 
 LORA = LoraSettings(r=4, alpha=8.0, dropout=0.0, target_modules="all-linear")
 
@@ -94,8 +96,17 @@ def test_no_part_of_the_bill_is_under_what_a_run_takes_or_much_above_it(name, pr
     monkeypatch.setattr(rpft.train.machinery, "Engine", Engine)
     prepared = prepare(load_recipe(made.recipe, words))
     trainer = rpft.train.loop.Trainer(prepared, Silent())
+    take = SpareMemory.take
+
+    def noted(memory, *given):
+        take(memory, *given)
+        memory.wait()
+        seen.copies = memory.ready_bytes
+
+    monkeypatch.setattr(SpareMemory, "take", noted)
     trainer.run(None)
-    bill, parts = prepared.bill, prepared.bill.host_parts
+    bill, parts = prepared.bill, prepared.host_parts
+    assert sum(parts.values()) == prepared.memory["host_bytes"]
     boundary = prepared.max_tokens * 64 * prepared.dtype.itemsize
     store = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
@@ -112,6 +123,7 @@ def test_no_part_of_the_bill_is_under_what_a_run_takes_or_much_above_it(name, pr
             bill.device_parts["weight, gradient and hidden-state buffers"],
         ),
         "checkpoint": (checkpoint, prepared.checkpoint_bytes),
+        "copies": (seen.copies, parts[COPIES]),
     }
     print(accounts)
     for part, (taken, billed) in accounts.items():

@@ -16,6 +16,7 @@ from rpft.model.layout import TensorSpec, build_layouts
 from rpft.plan.bill import RESULT_EXTRAS_BYTES
 from rpft.train import shards
 from rpft.train.checkpoint import CheckpointFolder
+from rpft.train.planning import Planned
 from rpft.train.saver import Saver
 from rpft.train.shards import FileRecord, TensorEntry, file_record, shard_bytes, write_shard
 
@@ -33,10 +34,10 @@ def runs(project):
     return unbroken_runs(project, "saver", KINDS, {"max_steps": 6})
 
 
-def slow_disk(monkeypatch, waits, until):
-    """The file of layer 2 of step 2 is held up until the update of step 3 comes to layer ``until``.
+def slow_disk(monkeypatch, waits, until, held_layer=2):
+    """The file of ``held_layer`` of step 2 is held up until the update of step 3 comes to layer ``until``.
 
-    ``waits``: whether the optimizer waits for the saver, as it should.
+    ``waits``: whether the optimizer waits for the saver, or copies, as it should.
     """
     came = threading.Event()
     before_update, write = Saver.before_update, files.write
@@ -48,7 +49,7 @@ def slow_disk(monkeypatch, waits, until):
             before_update(self, step, layer)
 
     def held(file, data):
-        if file.name.endswith("step-00000002.partial/layer-00002.safetensors"):
+        if file.name.endswith(f"step-00000002.partial/layer-{held_layer:05d}.safetensors"):
             assert came.wait(60), "training did not go on"
         write(file, data)
 
@@ -74,6 +75,21 @@ def save_and_go_on(made, output, unbroken, monkeypatch, *how):
 def test_a_save_on_a_slow_disk_holds_its_own_step_and_changes_nothing(kind, runs, monkeypatch):
     made, unbroken = runs(kind)
     assert save_and_go_on(made, "slow", unbroken, monkeypatch, True, 2)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "delayed"])
+def test_updates_go_on_to_the_last_layer_while_the_disk_has_not_written_the_first(kind, runs, monkeypatch):
+    made, unbroken = runs(kind)
+    assert save_and_go_on(made, "copied", unbroken, monkeypatch, True, 5, 0)
+    assert "MiB of them from copies" in (made.folder / "copied" / "run.log").read_text()
+
+
+@pytest.mark.parametrize("kind", ["sync", "delayed"])
+def test_without_room_for_copies_updates_wait_for_the_disk(kind, runs, monkeypatch):
+    made, unbroken = runs(kind)
+    monkeypatch.setattr(Planned, "copies_bytes", 0)
+    assert save_and_go_on(made, "no room", unbroken, monkeypatch, True, 2)
+    assert "0 KiB of them from copies" in (made.folder / "no room" / "run.log").read_text()
 
 
 @pytest.mark.parametrize("kind", ["sync", "delayed", "moments on disk"])
