@@ -25,6 +25,7 @@ class UserError(ValueError):
 class RunFault(RuntimeError):
     """A run ended before its time. The cause is chained; the message says where it stands and how to go on."""
 
-    def __init__(self, message: str, exit_code: int) -> None:
+    def __init__(self, message: str, exit_code: int, resumable: bool = False) -> None:
+        """``resumable``: whether there is a checkpoint: then the run is refused without --resume."""
         super().__init__(message)
-        self.exit_code = exit_code
+        self.exit_code, self.resumable = exit_code, resumable

@@ -93,6 +93,7 @@ def test_a_fault_is_reported_in_short_and_says_how_to_see_the_traceback(capsys, 
     code, _, err = run(capsys, "--debug", "recipes", "show", "x")
     assert code == 1
     assert "Traceback" in err
+    assert "for the traceback" not in err
 
 
 def test_an_interrupt_exits_130(capsys, failing_verb) -> None:

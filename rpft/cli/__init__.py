@@ -116,7 +116,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         if invocation.debug:
             traceback.print_exc()
         with suppress(OSError):  # a terminal that is gone
-            typer.echo(_fault_report(error, arguments), err=True)
+            words = list(sys.argv[1:] if arguments is None else arguments)
+            typer.echo(_fault_report(error, words, invocation.debug), err=True)
         return error.exit_code if isinstance(error, RunFault) else EXIT_FAULT
     return EXIT_DONE
 
@@ -127,15 +128,15 @@ def _engine_threads_left() -> bool:
     return streams is not None and any(isinstance(t, streams.EngineThread) for t in threading.enumerate())
 
 
-def _fault_report(error: BaseException, arguments: Sequence[str] | None) -> str:
-    standing = ""
+def _fault_report(error: BaseException, words: list[str], debug: bool) -> str:
+    lines = []
     if isinstance(error, RunFault) and error.__cause__ is not None:
-        standing, error = f"  {error}\n", error.__cause__
+        lines.append(f"  {error}")
+        if error.resumable and "--resume" not in words:  # without it the run would be refused
+            words = [*words, "--resume"]
+        error = error.__cause__
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    words = shlex.join(sys.argv[1:] if arguments is None else arguments)
-    return (
-        f"fault: {type(error).__name__}: {error}\n"
-        f"  at {frame.filename}:{frame.lineno}, in {frame.name}\n"
-        f"{standing}"
-        f"  for the traceback, run: rpft --debug {words}"
-    )
+    lines.insert(0, f"  at {frame.filename}:{frame.lineno}, in {frame.name}")
+    if not debug:
+        lines.append(f"  for the traceback, run: {shlex.join(['rpft', '--debug', *words])}")
+    return "\n".join([f"fault: {type(error).__name__}: {error}", *lines])

@@ -199,7 +199,8 @@ def _train(
     except UserError:
         raise
     except Exception as error:
-        raise RunFault(_standing(trainer, command), exit_code(error)) from error
+        resumable = trainer.last_checkpoint is not None
+        raise RunFault(_standing(trainer, command), exit_code(error), resumable) from error
     finally:
         reporter.close()
 

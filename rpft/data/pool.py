@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from itertools import islice
+from multiprocessing.synchronize import Event
 from typing import Any
 
 from rpft.data.loader import DataSettings, RowLoader
@@ -32,14 +35,23 @@ _TASKS_A_PROCESS = 3
 _ALONE_ROWS = 16_384
 """Rows that one process tokenises before it asks for help: others need seconds to start."""
 
+_POLL_SECONDS = 0.2
+"""How often a helping process looks whether it is still wanted."""
+
+_GRACE_SECONDS = 1.0
+"""For the rows that one which is not wanted any more is at."""
+
 _loader: RowLoader | None = None
 """Of a helping process."""
+
+_unwanted: Event | None = None
+"""Of a helping process: whether nobody waits for its rows any more."""
 
 
 class TokenPool:
     """Tokenises sources, alone or with helping processes, which serve one source after the other.
 
-    Leaving it as a context ends the helpers.
+    Leaving it as a context ends the helpers; with an error, whatever they are at.
     """
 
     def __init__(
@@ -47,6 +59,9 @@ class TokenPool:
     ) -> None:
         self._loader = RowLoader(tokenizer, settings)
         self._start_with = (tokenizer, settings)
+        # Not forked: the tokenizer's threads and torch's would be forked with their locks held.
+        self._context = multiprocessing.get_context("spawn")
+        self._unwanted = self._context.Event()
         self._processes = processes
         self._alone_rows = alone_rows if processes > 1 else sys.maxsize
         self._helpers: ProcessPoolExecutor | None = None
@@ -54,9 +69,12 @@ class TokenPool:
     def __enter__(self) -> TokenPool:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._helpers is not None:
-            self._helpers.shutdown(wait=True, cancel_futures=True)
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if self._helpers is None:
+            return
+        if error is not None:
+            self._unwanted.set()
+        self._helpers.shutdown(wait=True, cancel_futures=True)
 
     def blocks(self, stream: Iterator[Unread], source: Source) -> Iterator[tuple[Block, SourceReport]]:
         """Blocks of tokens and their counts, in the order of ``stream``.
@@ -79,9 +97,9 @@ class TokenPool:
         self, stream: Iterator[Unread], first: int, source: Source
     ) -> Iterator[tuple[Block, SourceReport]]:
         if self._helpers is None:
-            # Not forked: the tokenizer's threads and torch's would be forked with their locks held.
-            context = multiprocessing.get_context("spawn")
-            self._helpers = ProcessPoolExecutor(self._processes, context, _start, self._start_with)
+            # Pickled here, so that a process that is no longer wanted need not import what they are made of.
+            start_with = self._unwanted, pickle.dumps(self._start_with)
+            self._helpers = ProcessPoolExecutor(self._processes, self._context, _start, start_with)
         sent: deque[Future[tuple[Block, SourceReport]]] = deque()
         try:
             more = True
@@ -101,18 +119,33 @@ class TokenPool:
             ) from error
 
 
-def _start(tokenizer: Any, settings: DataSettings) -> None:
-    global _loader
+def _start(unwanted: Event, start_with: bytes) -> None:
+    global _loader, _unwanted
     # An interrupt is for the process that a person started; it ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _unwanted = unwanted
+    threading.Thread(target=_end_with_the_run, args=(unwanted,), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _loader = RowLoader(tokenizer, settings)
+    _loader = RowLoader(*pickle.loads(start_with))
+
+
+def _end_with_the_run(unwanted: Event) -> None:
+    """Ends this process when the one that started it has ended, however that did, or does not want it any more."""
+    run = multiprocessing.parent_process()
+    assert run is not None
+    while run.is_alive() and not unwanted.is_set():
+        run.join(_POLL_SECONDS)
+    run.join(_GRACE_SECONDS)
+    os._exit(1)
 
 
 def _load(batch: list[Unread], first: int, source: Source) -> tuple[Block, SourceReport]:
     assert _loader is not None
+    assert _unwanted is not None
     blocks, total = [], SourceReport(source.path, source.format)
     for start in range(0, len(batch), BATCH_ROWS):
+        if _unwanted.is_set():
+            raise CancelledError
         block, report = _loader.load(batch[start : start + BATCH_ROWS], first + start, source)
         blocks.append(block)
         total.add(report)

@@ -1,18 +1,25 @@
 """Tokens kept on disk are those of exactly this data, tokenizer, template and rule; processes change nothing."""
 
 import dataclasses
+import json
 import multiprocessing
 import os
+import pickle
+import subprocess
+import sys
+import threading
+from concurrent.futures import CancelledError
 
 import chat_kinds as kinds
 import numpy as np
+import psutil
 import pytest
 from chat_kinds import chat
 
 from rpft.data import cache, dataset, pool
 from rpft.data.dataset import DataSettings, Loading, load_dataset
 from rpft.data.loader import RowLoader
-from rpft.data.sources import Source, unread_rows
+from rpft.data.sources import Source, Unread, unread_rows
 from rpft.errors import UserError
 
 ROWS = [chat(f"U Ping {i}", "A " + "Pong " * (i % 4)) for i in range(40)]
@@ -164,6 +171,60 @@ def test_a_process_that_is_killed_ends_the_others_and_is_told_with_the_way_out(m
     with pytest.raises(UserError, match=r"ended from outside.*data\.processes"):
         load()
     assert set(multiprocessing.active_children()) == before
+
+
+def test_what_is_left_to_do_is_not_done_when_an_error_ends_the_work(make_tokenizer, monkeypatch):
+    """In this process, as a helper does it."""
+    monkeypatch.setattr(pool, "_loader", RowLoader(make_tokenizer(kinds.CHATML), DataSettings(99)))
+    monkeypatch.setattr(pool, "_unwanted", threading.Event())
+    rows = [Unread(f"x.jsonl:{n}", json.dumps(row).encode()) for n, row in enumerate(ROWS)]
+    source = Source("x.jsonl", "messages")
+    assert pool._load(rows, 0, source)[1].rows == len(ROWS)
+    pool._unwanted.set()
+    with pytest.raises(CancelledError):
+        pool._load(rows, 0, source)
+
+
+def test_a_helper_that_is_not_wanted_any_more_ends_whatever_it_is_at():
+    context = multiprocessing.get_context("spawn")
+    unwanted = context.Event()
+    helper = context.Process(target=pool._end_with_the_run, args=(unwanted,))
+    helper.start()
+    helper.join(0.5)
+    assert helper.is_alive()
+    unwanted.set()
+    helper.join(30)
+    assert helper.exitcode == 1
+
+
+PARENT = """
+import pickle, sys, multiprocessing
+from rpft.data import pool
+from rpft.data.sources import Source, unread_rows
+
+path, start_with = sys.argv[1], pickle.loads(bytes.fromhex(sys.argv[2]))
+source = Source(path, "messages")
+with pool.TokenPool(*start_with, 2, alone_rows=1) as helpers:
+    for _ in helpers.blocks(unread_rows(source), source):
+        started = multiprocessing.active_children()
+        if started:
+            print(*(process.pid for process in started), flush=True)
+            sys.stdin.read()
+"""
+
+
+def test_helpers_end_with_the_process_that_started_them_though_it_is_killed(make_tokenizer, write):
+    path = write(ROWS * 60)
+    start_with = pickle.dumps((make_tokenizer(kinds.CHATML), DataSettings(99))).hex()
+    command = [sys.executable, "-c", PARENT, path, start_with]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        helpers = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+        assert helpers
+        parent.kill()
+    left = psutil.wait_procs(helpers, timeout=30)[1]
+    for process in left:
+        process.kill()
+    assert not left
 
 
 def test_processes_change_neither_rows_nor_counts_and_their_errors_arrive(make_tokenizer, write, monkeypatch):

@@ -2,8 +2,9 @@
 
 Every life of a run is a forked process, so that it can be killed like one. What befalls it (an exception, a device
 without memory, a full or broken disk, a power cut at a file operation, signals, kill -9, a thread that stands
-still, damaged checkpoint files between two lives) is drawn from the seed, as are the kind of run, workers, delays
-and how often it saves. Moments of signals and kills are drawn too, but hit where the clock lets them.
+still, damaged checkpoint files between two lives) is drawn from the seed, as are the kind of run, workers, delays,
+how often it saves, and what room there is for copies of what a slow disk has not written.
+Moments of signals and kills are drawn too, but hit where the clock lets them.
 
     python tests/support/trouble.py FIRST LAST    seeds FIRST to LAST - 1; a line for each that fails, then counts
 """
@@ -215,6 +216,35 @@ class Trouble:
             raise Broken(f"the report lacks where the run stands: {ended.err}")
 
 
+class Saving:
+    """How a seed's runs save: the room for copies, from none to all, in what pieces, and how slow the disk is."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._room = rng.choice([0.0, rng.random() * 0.1, rng.random(), 1.0])
+        self._piece_bytes = rng.choice([1 << 12, 1 << 14, 1 << 24])
+        self._pause_seconds = rng.choice([0.0, rng.random() * 0.003])
+
+    def __str__(self) -> str:
+        return f"room for {self._room:.1%} of a save, pauses of {1000 * self._pause_seconds:.1f} ms"
+
+    def before(self) -> None:
+        """To be called in the child, before a trouble's."""
+        from rpft import files
+        from rpft.train import shards
+        from rpft.train.planning import Planned
+
+        room, write = Planned.copies_bytes.func, files.write
+
+        def slowly(file: Any, data: Any) -> None:
+            time.sleep(self._pause_seconds)
+            write(file, data)
+
+        shards._CHUNK_BYTES = self._piece_bytes
+        Planned.copies_bytes = property(lambda planned: int(self._room * room(planned)))
+        if self._pause_seconds:
+            files.write = slowly
+
+
 def _wait_for(child: int, out: Path, text: str) -> None:
     deadline = time.monotonic() + LIFE_SECONDS
     while text not in (out.read_text() if out.exists() else "") and time.monotonic() < deadline:
@@ -277,7 +307,8 @@ class Simulator:
         kind = rng.choice(list(KINDS))
         made, unbroken = self._project(kind)
         output = made.folder / f"seed {seed}"
-        story: list[str] = [kind]
+        saving = Saving(rng)
+        story: list[str] = [kind, str(saving)]
         words = ["train", str(made.recipe), f"output_dir={output}"]
         words += [f"checkpoint.every_steps={rng.randint(1, 3)}", f"checkpoint.keep_last={rng.randint(1, 3)}"]
         words += [f"engine.stall_seconds={STALL_SECONDS}"] if rng.random() < 0.15 else []
@@ -288,12 +319,12 @@ class Simulator:
         try:
             for _ in range(rng.randint(1, 3)):
                 trouble = Trouble(rng.choice(TROUBLES[: None if "stall" in words[-1] else -1]), rng, offloaded)
-                self._one_life(words, output, rng, trouble, story)
+                self._one_life(words, output, rng, saving, trouble, story)
                 whole = self._whole(output)
                 if whole and rng.random() < 0.4:
                     story.append(damage(output / "checkpoints" / rng.choice(whole), rng))
                     self.counts["damaged checkpoint"] += 1
-            resumed = self._life(words, output, rng, lambda: None, lambda child: None, story)
+            resumed = self._life(words, output, rng, saving.before, lambda child: None, story)
             if resumed.code != 0:
                 raise Broken(f"the last life ended with {resumed.code}: {resumed.err[-2000:]}")
             outcome = made.outcome(output.name)
@@ -307,13 +338,25 @@ class Simulator:
         self.counts["seeds"] += 1
 
     def _one_life(
-        self, words: list[str], output: Path, rng: random.Random, trouble: Trouble, story: list[str]
+        self,
+        words: list[str],
+        output: Path,
+        rng: random.Random,
+        saving: Saving,
+        trouble: Trouble,
+        story: list[str],
     ) -> None:
         before = self._whole(output)
         out = self._folder / "stdout"
         out.unlink(missing_ok=True)
         story.append(str(trouble))
-        ended = self._life(words, output, rng, trouble.before, lambda child: trouble.meanwhile(child, out), story)
+
+        def arm() -> None:
+            saving.before()
+            trouble.before()
+
+        ended = self._life(words, output, rng, arm, lambda child: trouble.meanwhile(child, out), story)
+        self.counts["lives that wrote from copies"] += bool(re.search(r"[1-9]\d* .iB of them from cop", ended.out))
         story.append(f"exit {ended.code}")
         met = ended.code or (trouble.kind == "memory" and "done again with a smaller plan" in ended.out)
         self.counts[f"{trouble.kind}, {'met' if met else 'missed'}"] += 1

@@ -37,6 +37,7 @@ def check_fault(made, output, ran, said, code=1):
     words = shlex.join(["rpft", "train", str(made.recipe), f"output_dir={made.folder / output}"])
     assert f"To go on: {words}" in ran.err
     assert "rpft --debug train" in ran.err
+    assert ran.err.strip().endswith("--resume"), "without it the same run is refused"
     ours = [thread.name for thread in threading.enumerate() if re.match(r"cpu:|optimizer", thread.name)]
     assert ours == []
     outcome = made.outcome(output)
