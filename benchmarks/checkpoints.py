@@ -1,12 +1,15 @@
 """What saving costs a run of real size, and whether one that was killed goes on as if it had not been.
 
     python benchmarks/checkpoints.py qwen3-1.7b [--steps 6] [--every 2] [--folder FOLDER] [--json FILE]
-        [--update delayed] [--lora R] [--rows 8 --sequence 2048 --microbatches 2]
+        [--update delayed] [--lora R] [--rows 8 --sequence 2048 --microbatches 2] [--copies GIB] [--disk GB/s]
 
 Random weights, random tokens, deterministic kernels. Three processes, one after another: one trains to the end
 without saving; one saves every few steps until it is killed in mid-step (kill -9) once a checkpoint is whole; one
 goes on from there. Its last loss, and its masters and moments, must be those of the first. The disk of the folder
 (by default that of temporary files) needs room for two checkpoints, each of 12 bytes a trained parameter.
+
+What of a save is not written when its next update comes is copied: into as much RAM as the plan leaves free, or
+into --copies of it. --disk slows the writing down to that rate, as on a slower disk.
 """
 
 from __future__ import annotations
@@ -24,13 +27,14 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from random_job import Step, gpu_names
 from record import machine, write_record
 from throughput import Model, Run, add_model_arguments
 
+from rpft import files
 from rpft.model.host_store import HostLayer
 from rpft.plan.bill import gib
 from rpft.train.checkpoint import CheckpointFolder, TrainState, read_state
@@ -54,6 +58,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--every", type=int, default=2, help="steps between saves")
     parser.add_argument("--update", choices=["sync", "delayed"], default="sync")
+    parser.add_argument("--copies", type=float, help="GiB of RAM for copies at most; default: what is free")
+    parser.add_argument("--disk", type=float, help="GB/s that are written at most")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--part", choices=["unbroken", "killed", "resumed"], help=argparse.SUPPRESS)
@@ -82,6 +88,8 @@ class Training:
         self.before = 0 if resumed_from is None else read_state(resumed_from).step
         self.run = Run(self.model, self.step, arguments.update, arguments.workers[0], steps_before=self.before)
         self.saver = self.run.machinery.saver
+        most = sys.maxsize if arguments.copies is None else int(arguments.copies * 2**30)
+        self.copies_bytes = min(self.run.prepared.copies_bytes, most)
         if resumed_from is not None:
             restore(resumed_from, self.model.store, lagging=arguments.update == "delayed")
         self.run.start()
@@ -100,6 +108,8 @@ class Training:
                 loss = result.loss_sum / (self.step.rows * (self.step.sequence - 1))
                 tell(step=step - 1, loss=loss, seconds=now - mark)
                 mark = now
+                if step == 2 and self.arguments.part == "killed":  # behind the first step, as ``rpft train`` does
+                    self.saver.take_memory(self.copies_bytes, self.run.prepared.target.ram_reserve_bytes)
                 if self.saver.armed_step == step - 1:
                     self.saver.start(TrainState(step - 1, step - 1, 0, 0, None, None, {"engine": {}}, {}))
             if self.arguments.part == "killed" and step % self.arguments.every == 0:
@@ -112,7 +122,13 @@ class Training:
         for report in reports:
             if report.error is not None:
                 raise report.error
-            tell(saved=report.step, bytes=report.num_bytes, took=report.seconds, stalled=report.stall_seconds)
+            tell(
+                saved=report.step,
+                bytes=report.num_bytes,
+                took=report.seconds,
+                stalled=report.stall_seconds,
+                copied=report.copied_bytes,
+            )
 
 
 def digest(layers: list[HostLayer]) -> str:
@@ -128,11 +144,30 @@ def digest(layers: list[HostLayer]) -> str:
         return hashlib.sha256(b"".join(pool.map(of, layers))).hexdigest()
 
 
+def slow_down(rate: float) -> None:
+    """Writes no more than ``rate`` bytes a second from now on."""
+    write = files.write
+
+    def slowly(file: BinaryIO, data: bytes | memoryview) -> None:
+        until = time.monotonic() + len(data) / rate
+        write(file, data)
+        time.sleep(max(0.0, until - time.monotonic()))
+
+    files.write = slowly
+
+
 def train_part(arguments: argparse.Namespace) -> int:
     """One of the three processes."""
     began = time.perf_counter()
+    if arguments.disk is not None:
+        slow_down(arguments.disk * 1e9)
     training = Training(arguments)
-    tell(ready=time.perf_counter() - began, goes_on_after=training.before, devices=gpu_names(training.run.devices))
+    tell(
+        ready=time.perf_counter() - began,
+        goes_on_after=training.before,
+        devices=gpu_names(training.run.devices),
+        copies=training.copies_bytes,
+    )
     training.train()
     tell(digest=digest(training.model.store.layers))
     return 0
@@ -172,6 +207,7 @@ def look_on(arguments: argparse.Namespace, folder: Path) -> tuple[list[dict[str,
     plain, saving = statistics.median(seconds(unbroken)[1:]), seconds(told["killed"])
     save = saves[0]
     interval = arguments.every * plain
+    copies = next(event["copies"] for event in told["killed"] if "ready" in event)
     checks = {
         f"loss of step {arguments.steps}": (losses(unbroken)[-1], losses(resumed)[-1]),
         "digest of masters and moments": (unbroken[-1]["digest"][:16], resumed[-1]["digest"][:16]),
@@ -183,6 +219,8 @@ def look_on(arguments: argparse.Namespace, folder: Path) -> tuple[list[dict[str,
         ("checkpoint", save["bytes"] / 1e9, "GB"),
         ("time of a save", save["took"], "s"),
         ("rate of a save", save["bytes"] / save["took"] / 1e9, "GB/s"),
+        ("room for copies", copies / 1e9, "GB"),
+        ("written from copies", save["copied"] / 1e9, "GB"),
         ("training held up by a save", save["stalled"], "s"),
         (f"share of {arguments.every} steps", 100 * save["stalled"] / (interval + save["stalled"]), "%"),
         ("share of half an hour", 100 * save["stalled"] / _LONG_INTERVAL_SECONDS, "%"),

@@ -141,7 +141,7 @@ def make_recipe(arguments: argparse.Namespace, step: Step, update: str, workers:
                 "deterministic": arguments.deterministic,
                 "emulate_link_gbps": float(link) or None,
             },
-            "checkpoint": {"keep_last": 1},
+            "checkpoint": {"keep_last": 1, "every_steps": getattr(arguments, "every", None)},
             "output_dir": str(getattr(arguments, "folder", None) or Path(gettempdir()) / "rpft-benchmark"),
         }
     )

@@ -26,7 +26,9 @@ def about_saves(planned: Planned) -> str | None:
         return None
     at_most = "" if prediction is not None else "at most "
     interval = _seconds_between_saves(planned, step_seconds)
-    share = "" if interval is None else f", {seconds / interval:.1%} of the time between saves"
+    share = ""
+    if interval is not None and seconds < interval:
+        share = f", {seconds / interval:.1%} of the time between saves"
     said += f"at {rate / 1e9:.2g} GB/s each save holds up training for {at_most}about {seconds:.2g} s{share}"
     if interval is not None and most / rate > interval:
         said += f"; it takes {most / rate:.2g} s to write, and the next waits for it"
