@@ -3,8 +3,8 @@
 Every life of a run is a forked process, so that it can be killed like one. What befalls it (an exception, a device
 without memory, a full or broken disk, a power cut at a file operation, signals, kill -9, a thread that stands
 still, damaged checkpoint files between two lives) is drawn from the seed, as are the kind of run, workers, delays,
-how often it saves, and what room there is for copies of what a slow disk has not written.
-Moments of signals and kills are drawn too, but hit where the clock lets them.
+how often it saves, and what room there is for copies of what a slow disk has not written. Moments of signals and
+kills are drawn too, but hit where the clock lets them.
 
     python tests/support/trouble.py FIRST LAST    seeds FIRST to LAST - 1; a line for each that fails, then counts
 """

@@ -121,6 +121,22 @@ def test_the_disk_is_measured_only_where_copies_do_not_hold_all(made, monkeypatc
     )
 
 
+def test_of_a_machine_that_is_only_described_the_plan_says_what_waits_for_the_disk(made, tmp_path):
+    machine = tmp_path / "machine.yaml"
+    machine.write_text(
+        "gpus: [{name: g, count: 1, memory_gib: 16, tflops: 100, link_gbps: 20}]\n"
+        "host: {ram_gib: 64, memory_gbps: 50, cores: 8}\n"
+    )
+    words = ["plan", made.recipe, EVERY, "--machine", machine]
+    ran = run_rpft(*words)
+    assert ran.code == 0, ran.err
+    assert COPIES in ran.out
+    assert "for copies of it" not in ran.out
+    ran = run_rpft(*words, "optimizer.offload=/not/here")
+    assert COPIES not in ran.out
+    assert "each save holds up training until the disk has written the rest" in ran.out
+
+
 def test_writing_is_measured_and_leaves_nothing(tmp_path):
     rate = write_rate(tmp_path / "not yet there", 1 << 20)
     assert rate is not None
