@@ -13,9 +13,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 
 import torch
 
@@ -70,14 +69,18 @@ class SaveCopies:
 
     def __init__(
         self,
-        layers: Sequence[Sequence[Piece]],
+        layers: Mapping[int, Sequence[Piece]],
         memory: SpareMemory,
         changed: threading.Condition,
         failure: Failure,
     ) -> None:
-        """``layers``: the pieces of each, in order. ``changed``: notified when more of ``memory`` is there."""
-        self._pieces = [piece for layer in layers for piece in layer]
-        self._stops = list(accumulate(map(len, layers)))
+        """``layers``: the pieces of each, in the order of updates. ``changed``: notified when ``memory`` grows."""
+        self._pieces: list[Piece] = []
+        self._parts: dict[int, tuple[int, int]] = {}
+        """Of each layer the number of its first piece, and the end of its pieces."""
+        for layer, pieces in layers.items():
+            self._parts[layer] = len(self._pieces), len(self._pieces) + len(pieces)
+            self._pieces += pieces
         self._memory, self._changed, self._failure = memory, changed, failure
         self._ring = Ring()
         self._copies: deque[tuple[int, list[torch.Tensor]]] = deque()
@@ -132,9 +135,9 @@ class SaveCopies:
     def free(self, layer: int) -> None:
         """Returns when what the save holds of ``layer`` is written or copied, so that it may change.
 
-        Layers must come in order.
+        Layers must come in their order.
         """
-        first, stop = self._stops[layer - 1] if layer else 0, self._stops[layer]
+        first, stop = self._parts[layer]
         began = time.monotonic()
         before = self.stall_seconds
         with self._changed:

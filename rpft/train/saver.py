@@ -98,7 +98,7 @@ class Saver:
         """
         began = time.monotonic()
         self.wait()
-        layers = [layer_pieces(self._store, self._lagging, layer) for layer in range(len(self._layouts))]
+        layers = {layer: layer_pieces(self._store, self._lagging, layer) for layer in self._store.update_order}
         with self._changed:
             self._disarm()
             self._step = step

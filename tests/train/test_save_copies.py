@@ -85,7 +85,8 @@ def scribble(layer, rng):
 
 def update(saver, store, step, rng, before=lambda layer: None):
     """What an optimizer does to all layers."""
-    for number, layer in enumerate(store.layers):
+    for number in store.update_order:
+        layer = store.layers[number]
         if layer.layout.num_trained:
             before(number)
             saver.before_update(step, number)

@@ -77,10 +77,12 @@ def test_a_save_on_a_slow_disk_holds_its_own_step_and_changes_nothing(kind, runs
     assert save_and_go_on(made, "slow", unbroken, monkeypatch, True, 2)
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "delayed"])
-def test_updates_go_on_to_the_last_layer_while_the_disk_has_not_written_the_first(kind, runs, monkeypatch):
+@pytest.mark.parametrize(("kind", "first", "last"), [("bfloat16", 0, 5), ("delayed", 5, 0)])
+def test_updates_go_on_to_the_last_layer_while_the_disk_has_not_written_the_first(
+    kind, first, last, runs, monkeypatch
+):
     made, unbroken = runs(kind)
-    assert save_and_go_on(made, "copied", unbroken, monkeypatch, True, 5, 0)
+    assert save_and_go_on(made, "copied", unbroken, monkeypatch, True, last, first)
     assert "MiB of them from copies" in (made.folder / "copied" / "run.log").read_text()
 
 
