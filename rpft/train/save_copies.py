@@ -27,6 +27,9 @@ from rpft.train.spare_memory import SpareMemory
 
 _ALIGNMENT_BYTES = 64
 
+_COPIED_AT_ONCE = 1 << 28
+"""Bytes: one call, which waits for the GIL but once, while other threads issue the next step."""
+
 
 def copies_bytes(layouts: Sequence[LayerLayout], lagging: bool, state_format: StateFormat) -> int:
     """Bytes that copies of all that a checkpoint holds take."""
@@ -91,7 +94,7 @@ class SaveCopies:
         """The end of those that are copied."""
         self._from_store: int | None = None
         """The piece that is written from where the optimizer would change it."""
-        self._copying: int | None = None
+        self._copying = range(0)
         self._over = False
         self.copied_bytes = 0
         self.stall_seconds = 0.0
@@ -116,7 +119,7 @@ class SaveCopies:
         with self._changed:
             number = self._taken
             assert piece.num_bytes == self._pieces[number].num_bytes
-            while self._copying == number:
+            while number in self._copying:
                 self._changed.wait(POLL_SECONDS)
             self._taken += 1
             copies = self._copies.popleft()[1] if self._copies and self._copies[0][0] == number else None
@@ -142,7 +145,7 @@ class SaveCopies:
         before = self.stall_seconds
         with self._changed:
             while not self._over and self._needed(first, stop):
-                if not self._copy_next(stop):
+                if not self._copy_some(stop):
                     self._failure.cancel_if_lost()
                     self._changed.wait(POLL_SECONDS)
                 self.stall_seconds = before + time.monotonic() - began
@@ -152,33 +155,43 @@ class SaveCopies:
             return True
         return self._from_store is not None and first <= self._from_store < stop
 
-    def _copy_next(self, stop: int) -> bool:
-        """Copies the first piece before ``stop`` that nobody has begun, if there is room; lets go of the lock."""
-        number = max(self._taken, self._copied)
-        if number >= stop:
+    def _copy_some(self, stop: int) -> bool:
+        """Copies pieces before ``stop`` that nobody has begun, if there is room; lets go of the lock meanwhile."""
+        first = max(self._taken, self._copied)
+        places, size = [], 0
+        for piece in self._pieces[first:stop]:
+            start = self._ring.reserve(piece.num_bytes, self._memory.ready_bytes)
+            if start is None:
+                break
+            places.append((piece, self._memory.place(start, start + piece.num_bytes)))
+            size += piece.num_bytes
+            if size >= _COPIED_AT_ONCE:
+                break
+        if not places:
             return False
-        piece = self._pieces[number]
-        start = self._ring.reserve(piece.num_bytes, self._memory.ready_bytes)
-        if start is None:
-            return False
-        self._copying = number
+        self._copying = range(first, first + len(places))
         self._changed.release()
         try:
-            copies = _copied(piece.stored(), self._memory.place(start, start + piece.num_bytes))
+            copies = _copied(places)
         finally:
             self._changed.acquire()
-            self._copying = None
+            copied, self._copying = self._copying, range(0)
             self._changed.notify_all()
-        self._copied = number + 1
-        self._copies.append((number, copies))
-        self.copied_bytes += piece.num_bytes
+        self._copied = copied.stop
+        self._copies += zip(copied, copies, strict=True)
+        self.copied_bytes += size
         return True
 
 
-def _copied(stored: Sequence[torch.Tensor], place: torch.Tensor) -> list[torch.Tensor]:
-    """``stored`` in ``place``, uint8, one behind the other. They have numbers of one size."""
-    copies, start = [], 0
-    for part in stored:
-        copies.append(place[start : start + part.nbytes].view(part.dtype).copy_(part))
-        start += part.nbytes
+def _copied(places: Sequence[tuple[Piece, torch.Tensor]]) -> list[list[torch.Tensor]]:
+    """Copies of what each piece lies in, in its place, uint8, one behind the other."""
+    targets, sources, copies = [], [], []
+    for piece, place in places:
+        start, stored = 0, piece.stored()
+        for part in stored:  # they have numbers of one size, so that each begins where it may
+            targets.append(place[start : start + part.nbytes].view(part.dtype))
+            start += part.nbytes
+        sources += stored
+        copies.append(targets[-len(stored) :])
+    torch._foreach_copy_(targets, sources)
     return copies

@@ -170,6 +170,7 @@ def save_in_trouble(kind, seed, folder, monkeypatch):
     """(bytes copied, room for them, waits for the disk) of a save that must hold the armed step."""
     rng, waits = random.Random(seed), []
     monkeypatch.setattr(shards, "_CHUNK_BYTES", rng.choice([256, 2048, 1 << 14]))
+    monkeypatch.setattr(save_copies, "_COPIED_AT_ONCE", rng.choice([1, 5000, 1 << 28]))
     store = random_store(rng, kind)
     expected = as_it_stands(store, folder / "expected")
     with monkeypatch.context() as patch:
