@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
+
 from rpft.engine.device import Device
 from rpft.engine.failure import Failure
 from rpft.engine.streams import Delays, Event
@@ -73,7 +75,8 @@ class _Copies:
     """Copies of one device one way, each queued by the one before."""
 
     def __init__(self, device: Device, way: str, num_bytes: int, failure: Failure) -> None:
-        host, there = device.allocate_host(num_bytes), device.allocate(num_bytes)
+        host = device.allocate_host(num_bytes)
+        there = torch.empty(num_bytes, dtype=torch.uint8, device=device.torch_device)  # no memory of the worker's
         self._target, self._source = (there, host) if way == "up" else (host, there)
         self._failure, self._going = failure, True
         self._stream = device.stream(f"measured {way}", failure, Delays(None))

@@ -14,8 +14,9 @@ SMALL = {"num_parameters": 1 << 16, "copy_bytes": 1 << 16}
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_updates_and_copies_both_go_on_beside_one_another_and_end(workers):
-    before = threading.active_count()
-    alone, beside = measure_beside([CpuDevice(i) for i in range(workers)], FusedPass(), **SMALL)
+    before, devices = threading.active_count(), [CpuDevice(i) for i in range(workers)]
+    alone, beside = measure_beside(devices, FusedPass(), **SMALL)
+    assert [device.peak_bytes() for device in devices] == [0] * workers
     assert alone > 0
     assert beside.updates > 0
     assert beside.copied > 0
@@ -37,8 +38,8 @@ def test_all_workers_copy_both_ways_at_once():
 
 def test_a_copy_that_fails_ends_the_measurement_with_its_error():
     class Broken(CpuDevice):
-        def allocate(self, num_bytes):
-            return super().allocate(num_bytes + 1)  # no copy fits into it
+        def allocate_host(self, num_bytes):
+            return super().allocate_host(num_bytes + 1)  # no copy fits
 
     before = threading.active_count()
     with pytest.raises(EngineError, match="a copy beside the update failed"):
