@@ -98,7 +98,7 @@ def write_rate(folder: Path, num_bytes: int = _BYTES) -> float | None:
         with tempfile.TemporaryFile(dir=files.existing_folder(folder)) as file:
             started = time.perf_counter()
             with ThreadPoolExecutor(1, "checksum") as hasher:
-                hashed = hasher.submit(hashlib.sha256, content)
+                hashed = hasher.submit(hashlib.sha256, content.data)
                 content.tofile(file)
                 file.flush()
                 os.fsync(file.fileno())

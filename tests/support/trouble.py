@@ -240,7 +240,8 @@ class Saving:
             write(file, data)
 
         shards._CHUNK_BYTES = self._piece_bytes
-        Planned.copies_bytes = property(lambda planned: int(self._room * room(planned)))
+        patched: Any = Planned
+        patched.copies_bytes = property(lambda planned: int(self._room * room(planned)))
         if self._pause_seconds:
             files.write = slowly
 
