@@ -42,7 +42,7 @@ from rpft.engine.tracer import Tracer
 from rpft.model.functions import LayerFunctions
 from rpft.plan.predict import Prediction
 from rpft.plan.profile import LayerProfile
-from rpft.plan.profile_file import KindProfile, Profile
+from rpft.plan.profile_file import Beside, KindProfile, Profile
 from rpft.train.bench import idle_machinery, timed_steps
 from rpft.train.flight import Flight
 from rpft.train.job import Job
@@ -137,6 +137,7 @@ def make_profile(job: Job, lengths: Lengths, link: float, updates: float) -> Pro
         ((link, link),),
         (),
         updates,
+        Beside(updates, link, link),  # neither takes anything from the other
     )
 
 

@@ -23,6 +23,9 @@ _FILLED_WITH_RESIDENTS = 0.95
 _WORTH_KEEPING = 0.005
 """Share of a step that keeping more must save."""
 
+_FILLED = 0.97
+"""Of a worker's memory, what plans that could take less may take: freed memory is not always of use."""
+
 _WORTH_IMPROVING = 0.02
 """By how much of a step another grain, or a way of keeping more, may be behind before its own cuts are found."""
 
@@ -71,8 +74,9 @@ def choose_plan(
 
     billing = Billing(layouts, work)
 
-    def fits(plan: Plan) -> bool:
-        return billing.fits(plan, vram_bytes, ram_bytes)
+    def within(share: float) -> Fits:
+        most = None if vram_bytes is None else int(share * vram_bytes)
+        return lambda plan: billing.fits(plan, most, ram_bytes)
 
     def shape_of(costs: Sequence[LayerCost]) -> StepShape:
         return step_shape(layouts, work, costs, num_workers, rounds, speeds)
@@ -80,32 +84,41 @@ def choose_plan(
     def clock(costs: Sequence[LayerCost]) -> Seconds:
         return partial(steps_seconds, shape=shape_of(costs), rates=rates)
 
-    found: dict[Plan, float] = {}
-    for grain in grains:
-        costs = costs_of(grain)
-        seconds = None if work.profiles is None else clock(costs)
-        behind = _WORTH_IMPROVING if near is None else -_WORTH_THE_OTHER_GRAIN
-        if found and (seconds is None or not _could_be_faster(grain, next(iter(found.items())), seconds, behind)):
-            continue
-        plan = balanced_plan(costs, num_workers, num_microbatches, rounds, grain, fits, seconds, near)
-        if plan is None:
-            continue
-        if recompute == "auto" and work.profiles is not None:
-            plan = _keeping_more(plan, work.profiles, rounds, fits, clock)
-        shape = shape_of(costs_of(grain, plan.keep_bytes_per_token))
-        if seconds is None:
-            found[plan] = 0.0
-        elif not shape.mixed:
-            found[plan] = step_seconds(plan, shape, rates)
-        else:
-            # Stages for workers that are alike suit an order in which the faster ones have more of them.
-            even, uneven = (replace(shape, speeds=speeds) for speeds in (None, shape.speeds))
-            alike, _ = improved(plan, fits, partial(steps_seconds, shape=even, rates=rates), rounds)
-            orders = [dispatched(each, shape, rates) for each in (plan, alike)]
-            best, _ = min(orders, key=lambda order: order[1])
-            moved, _ = improved(best, fits, partial(steps_seconds, shape=uneven, rates=rates), rounds)
-            orders.append(dispatched(moved, shape, rates))
-            found.update([min(orders, key=lambda order: order[1])])
+    def search(fits: Fits) -> dict[Plan, float]:
+        """The best plan of each grain that is worth a look, and its seconds."""
+        found: dict[Plan, float] = {}
+        for grain in grains:
+            costs = costs_of(grain)
+            seconds = None if work.profiles is None else clock(costs)
+            behind = _WORTH_IMPROVING if near is None else -_WORTH_THE_OTHER_GRAIN
+            if found and (
+                seconds is None or not _could_be_faster(grain, next(iter(found.items())), seconds, behind)
+            ):
+                continue
+            plan = balanced_plan(costs, num_workers, num_microbatches, rounds, grain, fits, seconds, near)
+            if plan is None:
+                continue
+            if recompute == "auto" and work.profiles is not None:
+                plan = _keeping_more(plan, work.profiles, rounds, fits, clock)
+            shape = shape_of(costs_of(grain, plan.keep_bytes_per_token))
+            if seconds is None:
+                found[plan] = 0.0
+            elif not shape.mixed:
+                found[plan] = step_seconds(plan, shape, rates)
+            else:
+                # Stages for workers that are alike suit an order in which the faster ones have more of them.
+                even, uneven = (replace(shape, speeds=speeds) for speeds in (None, shape.speeds))
+                alike, _ = improved(plan, fits, partial(steps_seconds, shape=even, rates=rates), rounds)
+                orders = [dispatched(each, shape, rates) for each in (plan, alike)]
+                best, _ = min(orders, key=lambda order: order[1])
+                moved, _ = improved(best, fits, partial(steps_seconds, shape=uneven, rates=rates), rounds)
+                orders.append(dispatched(moved, shape, rates))
+                found.update([min(orders, key=lambda order: order[1])])
+        return found
+
+    found = search(within(_FILLED))
+    if not found and vram_bytes is not None:
+        found = search(within(1.0))
     if found:
         least = min(found.values()) * (1 + _WORTH_THE_OTHER_GRAIN)
         plan = next(plan for plan, seconds in found.items() if seconds <= least)

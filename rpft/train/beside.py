@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +15,11 @@ from rpft.engine.streams import Delays, Event
 from rpft.optim.one_pass import OnePass, scratch
 from rpft.plan.profile_file import Beside
 
-_SECONDS = 0.25
+_SECONDS = 0.1
 """Of each measurement, at least."""
+
+_REPEATS = 5
+"""Of which the one in the middle counts: a machine's other work disturbs some."""
 
 _COPIES_AHEAD = 8
 """Of each stream, before the first that counts: more than a device has in flight."""
@@ -38,8 +42,8 @@ def measure_beside(
     """Parameters a second that ``kernels`` update while nothing is copied, and what copies make of it.
 
     Copies go both ways to and from each of ``devices``, one after the other on streams as the engine has them,
-    whose threads want cores too. Rates are means, since an update in training goes on for long. Takes about a
-    second.
+    whose threads want cores too. Every run counts, since an update in training goes on for long. Takes about two
+    seconds.
     """
     on_cuda = devices[0].torch_device.type == "cuda"
     num_parameters = num_parameters or (_PARAMETERS if on_cuda else _CPU_PARAMETERS)
@@ -50,14 +54,14 @@ def measure_beside(
 
     def measure() -> tuple[float, Beside]:
         update()  # touches its pages, and starts its threads
-        alone, _ = _rates(update, [], failure)
+        alone, _ = _usual_rates(update, [], failure)
         for each in copies:
             each.go()
         while any(each.copied < _COPIES_AHEAD * copy_bytes for each in copies):
             failure.raise_if_failed()
             time.sleep(1e-3)
-        _, copied_alone = _rates(None, copies, failure)
-        beside, copied = _rates(update, copies, failure)
+        _, copied_alone = _usual_rates(None, copies, failure)
+        beside, copied = _usual_rates(update, copies, failure)
         return alone * num_parameters, Beside(beside * num_parameters, copied, copied_alone)
 
     try:
@@ -101,6 +105,14 @@ class _Copies:
             done.synchronize(self._failure)
         self._stream.close()
         self._stream.join(_LONGEST_END_SECONDS)
+
+
+def _usual_rates(
+    work: Callable[[], None] | None, copies: Sequence[_Copies], failure: Failure
+) -> tuple[float, float]:
+    """The median of several ``_rates``, of each of both."""
+    runs, copied = zip(*(_rates(work, copies, failure) for _ in range(_REPEATS)), strict=True)
+    return statistics.median(runs), statistics.median(copied)
 
 
 def _rates(work: Callable[[], None] | None, copies: Sequence[_Copies], failure: Failure) -> tuple[float, float]:
