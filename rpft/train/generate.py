@@ -2,7 +2,8 @@
 
 Where the model fits on a GPU it lies there. Where it does not, accelerate's hooks bring each module's weights up
 when it is called and let them go behind it; hidden states and the key-value cache stay on the GPU. Every token
-then moves all weights that stay in RAM over the link once, from pageable memory, and nothing is computed then.
+then moves all weights that stay in RAM over the link once, from pageable memory, and nothing is computed then; of
+a mixture of experts only those that the token is sent to (used_experts.py).
 For a large model that is seconds a token: enough to look at a result. Where RAM is too small as well, weights are
 read from the model's own safetensors files, at the rate of the disk.
 """
@@ -34,6 +35,7 @@ from rpft.train.export import base_folder, generation_config, open_trained, writ
 from rpft.train.job import read_scaled_config
 from rpft.train.rows import load_tokenizer
 from rpft.train.run_folder import BASE, LATEST, TrainedFolder, asked_as_trained, open_run, read_json
+from rpft.train.used_experts import upload_only_used_experts
 
 _RAM_SHARE = 0.9
 """Of the RAM that is free, for weights."""
@@ -265,7 +267,9 @@ class Speaker:
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         limits: dict[int | str, int | str] = {**on_devices, "cpu": 2 * size}
         placed = infer_auto_device_map(model, limits, no_split_module_classes=list(base._no_split_modules or []))
-        return dispatch_model(model, placed, main_device=torch.device("cuda", 0))
+        model = dispatch_model(model, placed, main_device=torch.device("cuda", 0))
+        upload_only_used_experts(model)
+        return model
 
     def _device_limits(self, num_tokens: int) -> dict[int, int]:
         """Bytes of weights that each GPU may hold. The first one holds what is streamed, too."""
@@ -288,9 +292,11 @@ class Speaker:
             )
         folder = self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="rpft-offload-"))
         limits = self._device_limits(num_tokens) if torch.cuda.is_available() else {}
-        return self._from_pretrained(
+        model = self._from_pretrained(
             device_map="auto", max_memory={**limits, "cpu": self._ram_bytes}, offload_folder=folder
         )
+        upload_only_used_experts(model)
+        return model
 
 
 def _model_bytes(folder: Path, config: Any, dtype: torch.dtype | None) -> int:

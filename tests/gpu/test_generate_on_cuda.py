@@ -10,6 +10,7 @@ from support.adapters import LORA, load_lora, randomise, save
 from support.models import tiny_checkpoint
 from support.recipes import tiny_tokenizer
 
+from rpft.train import used_experts
 from rpft.train.generate import Speaker
 
 pytestmark = [
@@ -37,10 +38,18 @@ def test_a_streamed_model_answers_as_one_on_the_gpu(
     assert next(whole._model.parameters()).is_cuda
     room = int(0.6 * sum(p.nbytes for p in whole._model.parameters()))  # for one or two of the four blocks
     monkeypatch.setattr(Speaker, "_device_limits", lambda self, num_tokens: {0: room})
-    streamed = Speaker(folder)
+    streamed, brought = Speaker(folder), []
+    some = used_experts._Used._some
+
+    def recorded(stack: torch.Tensor, numbers: list[int], device: torch.device) -> torch.Tensor:
+        brought.append(len(numbers))
+        return some(stack, numbers, device)
+
+    monkeypatch.setattr(used_experts._Used, "_some", staticmethod(recorded))
     assert streamed.answer("one two three", max_new_tokens=12).text == expected.text
     placed = set(streamed._model.hf_device_map.values())
     assert "cpu" in placed
+    assert (min(brought, default=None) == 2) == (family == "qwen3_moe"), "of 4 experts a token is sent to 2"
     assert placed & {0, "cuda:0", torch.device("cuda", 0)}
     for speaker in (whole, streamed):
         speaker.close()
