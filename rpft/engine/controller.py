@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from rpft.engine.buffers import Boundary, BoundaryPool
-from rpft.engine.pace import Pace
+from rpft.engine.buffers import Boundary, BoundaryPool, Reading
 from rpft.engine.slot import GradientCopy, HostBatch, Slot, SlotKind, Task, WeightCopy
 from rpft.engine.streams import Event, happened
 from rpft.engine.worker import Worker
@@ -118,28 +117,24 @@ class Controller:
         plan: Plan,
         store: HostStore,
         workers: Sequence[Worker],
-        boundaries: BoundaryPool,
+        boundaries: Sequence[BoundaryPool],
         kept: BoundaryPool,
-        hidden_size: int,
+        widths: Sequence[int],
         seed: int | None,
         update_lag: int,
         send_update: Callable[[Update], None],
         lagging: bool = False,
         balanced: frozenset[int] = frozenset(),
     ) -> None:
-        """``boundaries``, ``kept``: memory for hidden states, and for what blocks keep. ``seed`` places dropout,
-        None where the model has none. ``update_lag``: 0 sync, 1 delayed updates, for a store with two copies.
-        ``lagging``: the first step is to read the other copy, weights of one update ago. ``balanced``: layers with
-        a load-balancing loss of their router.
+        """``boundaries``: for each layer memory for its input, or the gradient of that, of which a token has
+        ``widths`` elements; ``kept``: for what blocks keep. ``seed`` places dropout, None where there is none.
+        ``update_lag``: 0 sync, 1 delayed updates, for a store with two copies. ``lagging``: the first step is to
+        read the other copy, weights of one update ago. ``balanced``: layers with a load-balancing loss of their
+        router.
         """
         self._plan, self._store, self._workers = plan, store, workers
         self._boundaries, self._kept = boundaries, kept
-        self._hidden_size, self._seed, self._update_lag, self._send_update = (
-            hidden_size,
-            seed,
-            update_lag,
-            send_update,
-        )
+        self._widths, self._seed, self._update_lag, self._send_update = widths, seed, update_lag, send_update
         self._layouts = [layer.layout for layer in store.layers]
         self._has_gradient = [layout.grad_elements > 0 for layout in self._layouts]
         self.first_trained = self._has_gradient.index(True)
@@ -222,13 +217,13 @@ class Controller:
                 task, at = Task(*batch), turn.begins + m
                 for segment in segments[stage]:
                     if segment.first > 0:
-                        task.inputs[segment.first] = self._boundaries.read(inputs[segment.first][m], at)
+                        task.inputs[segment.first] = self._read(segment.first, inputs[segment.first][m])
                     for layer in [each for each in segment.layers if each in keeping]:
                         task.kept_inputs[layer] = self._kept.read(keeping[layer][m], at)
                 if gradients is not None:
-                    task.grad_input = self._boundaries.read(gradients[m], at)
+                    task.grad_input = self._read(stage.last + 1, gradients[m])
                 if passes_on:
-                    task.grad_output = self._boundaries.acquire(self._shape(task.batch), 1)
+                    task.grad_output = self._acquire(stage.first, task.batch, 1)
                 tasks.append(task)
             gradients = [task.grad_output for task in tasks if task.grad_output is not None]
             self._dispatch(
@@ -267,11 +262,11 @@ class Controller:
             tasks = [Task(*batch) for batch in batches]
             for m, task in enumerate(tasks):
                 if stage.first > 0:
-                    task.inputs[stage.first] = self._boundaries.read(kept[stage.first][m], turn.begins + m)
+                    task.inputs[stage.first] = self._read(stage.first, kept[stage.first][m])
                 for layer in range(stage.first + 1, stage.last + 2):
                     readers = later_readers(layer) + (layer in starts)
                     if readers:
-                        boundary = self._boundaries.acquire(self._shape(task.batch), readers)
+                        boundary = self._acquire(layer, task.batch, readers)
                         task.outputs[layer] = boundary
                         kept.setdefault(layer, []).append(boundary)
                 if keeping is None:
@@ -288,12 +283,17 @@ class Controller:
         tasks = [Task(*batch) for batch in batches]
         if fused.first > 0:
             for m, task in enumerate(tasks):
-                task.inputs[fused.first] = self._boundaries.read(inputs[fused.first][m], turn.begins + m)
-        self._dispatch(turn, SlotKind.LOSS, fused, (), tasks, [], losses)
+                task.inputs[fused.first] = self._read(fused.first, inputs[fused.first][m])
+        self._dispatch(SlotKind.LOSS, fused, (), tasks, [], losses, None)
 
-    def _shape(self, batch: HostBatch) -> tuple[int, int, int]:
+    def _acquire(self, layer: int, batch: HostBatch, num_readers: int) -> Boundary:
+        """A boundary for the input of ``layer``, or the gradient of that, for one microbatch."""
         rows, sequence = batch.input_ids.shape
-        return rows, sequence, self._hidden_size
+        return self._boundaries[layer].acquire((rows, sequence, self._widths[layer]), num_readers)
+
+    def _read(self, layer: int, boundary: Boundary) -> Reading:
+        """The next reading of a boundary that was acquired for ``layer``."""
+        return self._boundaries[layer].read(boundary)
 
     def _gradient_copies(self, stage: Stage, ticket: Ticket, first: bool, last: bool) -> list[GradientCopy]:
         """How a stage's gradients come up (after the first round) and go down, last layer first."""

@@ -68,15 +68,18 @@ class Engine:
         except BaseException:
             self.close()
             raise
-        self._boundaries = BoundaryPool(devices[0].allocate_host, boundary_bytes, dtype)
-        kept = BoundaryPool(devices[0].allocate_host, sizes.kept_bytes, torch.uint8)
+        allocate = devices[0].allocate_host
+        extra = [layout.extra_input_bytes for layout in layouts]
+        pools = {each: BoundaryPool(allocate, boundary_bytes + each * max_tokens, dtype) for each in {*extra}}
+        self._boundaries = [pools[each] for each in extra]
+        kept = BoundaryPool(allocate, sizes.kept_bytes, torch.uint8)
         self._controller = Controller(
             plan,
             store,
             self._workers,
             self._boundaries,
             kept,
-            hidden_size,
+            [hidden_size + each // dtype.itemsize for each in extra],
             seed if has_dropout(skeleton.model) else None,
             update_lag,
             send_update,
@@ -124,7 +127,7 @@ class Engine:
     @property
     def boundary_buffers(self) -> int:
         """Host buffers for boundaries that the plan has turned out to need."""
-        return self._boundaries.num_buffers
+        return sum(pool.num_buffers for pool in {*self._boundaries})
 
     def close(self, within_seconds: float = _CLOSE_SECONDS) -> list[str]:
         """Ends every thread, finishing queued work unless the engine failed; names of threads that did not end."""

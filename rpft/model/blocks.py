@@ -74,14 +74,16 @@ class Block:
         choices: Choices = (),
         router: Router | None = None,
         coefficient: float = 0.0,
+        output_width: int | None = None,
     ) -> None:
         """``template``: a block without weights, on the device. ``name`` is for messages. ``router``: the one that
-        is to have a load-balancing loss, times ``coefficient``.
+        is to have a load-balancing loss, times ``coefficient``. ``output_width``: elements a token of the output;
+        None: as many as the input has.
         """
         self._name, self._template, self._kernels = name, template, kernels
         self._quantized, self._choices = quantized, choices
         self._scores = None if router is None else ScoreWatch(template, router)
-        self._coefficient = coefficient
+        self._coefficient, self._output_width = coefficient, output_width
         self._caches = adapts_parameters(template)
         self._graphs = kernels.graphs and not self._caches
         self.trained = frozenset(n for n, p in template.named_parameters() if p.requires_grad)
@@ -315,7 +317,8 @@ class Block:
                 ]
                 if self._scores is not None:
                     sums += [torch.empty((), device=at.data[0].device) for _ in (LOSS, WEIGHT)]
-                inputs = [*data, torch.empty_like(data[0]), *sums]
+                lead, width = data[0].shape[:-1], self._output_width or data[0].shape[-1]
+                inputs = [*data, data[0].new_empty(*lead, width), *sums]
             try:
                 module = self._kernels.trace_fakes(joint, inputs, fake)
                 return JointGraph(module, num_data, sum(each > 0 for each in self._choices))

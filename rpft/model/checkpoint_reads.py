@@ -32,7 +32,7 @@ ReadTensors = Callable[[], Mapping[str, torch.Tensor | Parts | Expert]]
 
 
 def plan_reads(
-    checkpoint: Checkpoint, skeleton: Skeleton, targets: dict[str, str], packed: dict[str, PackedWeight]
+    checkpoint: Checkpoint, skeleton: Skeleton, packed: dict[str, PackedWeight]
 ) -> tuple[dict[str, ReadTensors], set[str]]:
     """(first target of a read -> what reads it, names in the file that the model has no place for).
 

@@ -21,22 +21,26 @@ from torch.func import functional_call
 from rpft.model.block_backward import EagerKept, Kept, Weights
 from rpft.model.blocks import Block, BlockCall
 from rpft.model.dropout import mix, placed_dropout
+from rpft.model.expert_groups import example_input, kinds_of_parts, template_of
 from rpft.model.graphs import KernelKind, Kernels
 from rpft.model.head import HeadLoss
 from rpft.model.kept import FromForward
 from rpft.model.packed_attention import NAME as PACKED
 from rpft.model.packed_attention import masks_from
+from rpft.model.parts import Part
 from rpft.model.probe import Probe
 from rpft.model.skeleton import (
     EmbeddingStub,
     ShellState,
     Skeleton,
     StopForward,
-    kinds_of_blocks,
     replace_module,
     stub_blocks,
 )
 from rpft.model.token_chunks import run_mlps_in_parts, tokens_left_whole
+
+_NOTHING = BlockCall((), {})
+"""What experts are given beside their input."""
 
 _CONTEXTS_KEPT = 4
 """Contexts remembered a worker: unpacked microbatches of one shape share theirs."""
@@ -82,27 +86,33 @@ class LayerFunctions:
         model = skeleton.model
         self.device, self.dtype = device, dtype
         self.num_blocks = skeleton.num_blocks
-        self._hidden_size = model.config.get_text_config().hidden_size
+        self._hidden_size: int = model.config.get_text_config().hidden_size
         self.prefix = skeleton.trunk_path + "."
-        self._block_prefixes = [f"{skeleton.blocks_path}.{i}." for i in range(self.num_blocks)]
-        self._kinds = kinds_of_blocks(skeleton)
-        first_of_kind = [self._kinds.index(kind) for kind in range(max(self._kinds) + 1)]
-        self._templates = [self._place(copy.deepcopy(skeleton.blocks[i])) for i in first_of_kind]
+        self._parts = skeleton.parts
+        self._prefixes = [_prefix(skeleton, part) for part in self._parts]
+        self._kinds = kinds_of_parts(skeleton)
+        first_of_kind = [self._parts[self._kinds.index(kind)] for kind in range(max(self._kinds) + 1)]
+        self._templates = [self._place(template_of(skeleton, part)) for part in first_of_kind]
         self._tokens_left_whole = min(tokens_left_whole(each, dtype.itemsize) for each in self._templates)
         shared = Kernels(kernels, device, deterministic)
         self._block_kinds = [
             Block(
-                f"block {i}",
+                f"block {part.block}{part.mark}",
                 template,
                 shared,
-                skeleton.quantized_in(i),
-                skeleton.choices[i],
-                skeleton.routers[i] if skeleton.router_loss else None,
+                {_own_name(name, part): packed for name, packed in skeleton.quantized_in(part).items()},
+                skeleton.choices[part.block] if part.experts is None else (),
+                skeleton.routers[part.block] if part.experts is None and skeleton.router_loss else None,
                 skeleton.router_loss,
+                self.input_width(1 + self._parts.index(part) + 1),
             )
-            for i, template in zip(first_of_kind, self._templates, strict=True)
+            for part, template in zip(first_of_kind, self._templates, strict=True)
         ]
-        self.balanced = frozenset(1 + i for i in skeleton.balanced_blocks)
+        self.balanced = frozenset(
+            layer
+            for layer, part in enumerate(self._parts, start=1)
+            if part.experts is None and skeleton.balanced_at(part.block)
+        )
         """Layers with a load-balancing loss of their router: they add to ``router_loss.LOSS`` among the sums."""
         self.head = HeadLoss(self, shared)
 
@@ -137,9 +147,26 @@ class LayerFunctions:
         """Width of the hidden state."""
         return self._hidden_size
 
+    @property
+    def head_layer(self) -> int:
+        """The number of the last layer."""
+        return len(self._parts) + 1
+
+    def input_width(self, layer: int) -> int:
+        """Elements a token of what ``layer`` is given by the one below."""
+        if layer == self.head_layer:
+            return self._hidden_size
+        return self._hidden_size + self._parts[layer - 1].extra_elements(self._hidden_size)
+
+    def example_input(self, layer: int, rows: int, sequence: int) -> torch.Tensor:
+        """Something that ``layer`` could be given: random hidden states, and an even load of experts."""
+        hidden = torch.randn(rows, sequence, self._hidden_size, device=self.device, dtype=self.dtype)
+        part = self._parts[layer - 1] if 0 < layer < self.head_layer else None
+        return hidden if part is None or part.experts is None else example_input(hidden, part)
+
     def kind_of(self, layer: int) -> int:
-        """A number that blocks of the same code and shapes share; embedding and head have their own."""
-        return {0: -1, self.num_blocks + 1: -2}.get(layer) or self._kinds[layer - 1]
+        """A number that layers of the same code and shapes share; embedding and head have their own."""
+        return {0: -1, self.head_layer: -2}.get(layer) or self._kinds[layer - 1]
 
     def expect(self, num_tokens: int) -> None:
         """To be called before microbatches of up to ``num_tokens`` come, while the device has room to try MLPs.
@@ -181,14 +208,19 @@ class LayerFunctions:
     def sample_blocks(self, batch: DeviceBatch) -> list[torch.Tensor]:
         """For each kind of block what it makes of a random hidden state with random weights; the same every time.
 
+        Of a front without the experts.
+
         float32 [rows, sequence, hidden].
         """
         probe, outputs = Probe(self.device, self.dtype), []
         hidden, calls = probe.normal(*batch.input_ids.shape, self.hidden_size), self.context(batch)
         for kind, (block, template) in enumerate(zip(self._block_kinds, self._templates, strict=True)):
+            part = self._parts[self._kinds.index(kind)]
+            if part.experts is not None:  # they attend to nothing
+                continue
             with torch.no_grad():
-                output = block.run(hidden, probe.weights(template), calls[self._kinds.index(kind)])
-            outputs.append(output.float())
+                output = block.run(hidden, probe.weights(template), calls[part.block])
+            outputs.append(output[..., : self._hidden_size].float())
         return outputs
 
     # -- what the model passes to its blocks ---------------------------------------------------------------
@@ -240,7 +272,7 @@ class LayerFunctions:
 
         ``hidden`` is None for layer 0; ``key`` places the dropout (None: off).
         """
-        place = None if key is None else mix(key, layer)
+        place = self._place_of(layer, key)
         if layer == 0:
             with placed_dropout(place):
                 return self._embed(weights, batch)
@@ -265,7 +297,7 @@ class LayerFunctions:
         ``trained``: names of the weights that get gradients. ``with_grad_hidden``: whether a layer below needs the
         gradient of ``hidden``. ``given``: what its ``forward_keeping`` kept.
         """
-        place = None if key is None else mix(key, layer)
+        place = self._place_of(layer, key)
         if layer == 0:
             leaves = {n: w.detach().requires_grad_() for n, w in weights.items() if n in trained}
             with torch.enable_grad(), placed_dropout(place):
@@ -274,7 +306,7 @@ class LayerFunctions:
         assert hidden is not None
         block, own, call = self._block(layer, weights, batch)
         output, kept = block.keep(hidden, own, call, place, with_grad_hidden, with_output, given)
-        return output, _Prefixed(kept, self._block_prefixes[layer - 1])
+        return output, _Prefixed(kept, self._prefixes[layer - 1])
 
     def forward_keeping(
         self,
@@ -288,7 +320,7 @@ class LayerFunctions:
     ) -> tuple[torch.Tensor, list[tuple[int, torch.Tensor]]]:
         """As ``forward`` for a block, with what it keeps for its backward; see ``Block.forward_keeping``."""
         block, own, call = self._block(layer, weights, batch)
-        place = None if key is None else mix(key, layer)
+        place = self._place_of(layer, key)
         return block.forward_keeping(hidden, own, call, place, with_grad_hidden, budget_bytes)
 
     def keep_options(
@@ -299,8 +331,15 @@ class LayerFunctions:
         return block.keep_options(hidden, own, call)
 
     def _block(self, layer: int, weights: Weights, batch: DeviceBatch) -> tuple[Block, Weights, BlockCall]:
-        own = self._strip(weights, self._block_prefixes[layer - 1])
-        return self._block_kinds[self._kinds[layer - 1]], own, self.context(batch)[layer - 1]
+        part, own = self._parts[layer - 1], self._strip(weights, self._prefixes[layer - 1])
+        block = self._block_kinds[self._kinds[layer - 1]]
+        if part.experts is None:
+            return block, own, self.context(batch)[part.block]
+        return block, {name.replace(part.mark, ""): weight for name, weight in own.items()}, _NOTHING
+
+    def _place_of(self, layer: int, key: int | None) -> int | None:
+        """Places the dropout of a layer: by its block, however that is cut."""
+        return None if key is None else mix(key, self._parts[layer - 1].block + 1 if layer else 0)
 
     def _embed(self, weights: Weights, batch: DeviceBatch) -> torch.Tensor:
         def stop(index: int, hidden: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
@@ -342,6 +381,17 @@ class LayerFunctions:
         inner = {name: weight for name, weight in weights.items() if name.startswith(self.prefix)}
         final = self.finish(hidden, inner, batch.input_ids, batch.position_ids)
         return self.head_logits(final, weights).view(*hidden.shape[:2], -1)
+
+
+def _prefix(skeleton: Skeleton, part: Part) -> str:
+    """What the names of the tensors of ``part`` begin with."""
+    inside = part.stack.prefix if part.stack is not None and part.experts is not None else ""
+    return f"{skeleton.blocks_path}.{part.block}.{inside}"
+
+
+def _own_name(name: str, part: Part) -> str:
+    """Of a tensor of ``part``, ``name`` in its block, the name in the module that runs."""
+    return name.removeprefix(part.stack.prefix) if part.stack is not None and part.experts is not None else name
 
 
 class _Prefixed(NamedTuple):

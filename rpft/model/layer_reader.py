@@ -25,7 +25,7 @@ class LayerReader:
         layer_of = {name: layer for layer, specs in enumerate(self._specs) for name in specs}
         self._buffers = dict(skeleton.model.named_buffers())
         self._reads: list[list[ReadTensors]] = [[] for _ in layouts]
-        reads, _ = plan_reads(checkpoint, skeleton, {}, {})
+        reads, _ = plan_reads(checkpoint, skeleton, {})
         for name, read in reads.items():
             if name in layer_of:
                 self._reads[layer_of[name]].append(read)

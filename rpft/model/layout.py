@@ -67,6 +67,8 @@ class TensorSpec(FlatTensor):
     """Whether weight decay applies: matrices yes, norms and biases no."""
     checkpoint_name: str | None
     """Full name in the model before adapters; None for a tensor that no checkpoint of the base model holds."""
+    experts: range | None = None
+    """Of a stack of experts those that the tensor has; None for a tensor that is whole."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,12 @@ class LayerLayout:
     """The quantised weights by name. Each lies in ``own`` as its parts: NAME and NAME.SUFFIX."""
     choices: tuple[int, ...] = ()
     """Of a block what its routers pick, in bytes a token: see model/routing.py."""
+    number: int = 0
+    """Among embedding, blocks and head, whatever parts these are cut into; each that is trained is one layer's."""
+    experts: range | None = None
+    """Of the layer's block those experts that are all it has; None for any other layer."""
+    extra_input_bytes: int = 0
+    """Bytes a token of the layer's input beyond those of a hidden state."""
 
     def choice_bytes(self, tokens: int) -> int:
         """Bytes that go with ``tokens`` from the block's forward to its backward, so that experts are the same."""
@@ -246,6 +254,7 @@ def build_layouts(
                 region_bytes=region_bytes,
                 grad_elements=grad_elements,
                 packed=(packed or {}).get(index, {}),
+                number=index,
             )
         )
     return layouts

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,6 +20,8 @@ from rpft.errors import UserError
 from rpft.model.checkpoint import Checkpoint
 from rpft.model.checkpoint_reads import Expert, ReadTensors, plan_reads
 from rpft.model.host_store import HostStore
+from rpft.model.layout import TensorSpec
+from rpft.model.quant import Parts
 from rpft.model.skeleton import Skeleton
 
 logger = logging.getLogger(__name__)
@@ -43,19 +46,20 @@ def load_checkpoint(
     that is missing or has another shape, the first in the order of the files; tensors that the model does not
     have are named in one warning. ``num_threads`` None: as many as torch uses, up to 8.
     """
-    targets = {
-        spec.checkpoint_name: spec.name
-        for layer in store.layers
-        for spec, _ in layer.layout.own.values()
-        if spec.checkpoint_name is not None and (spec.trained or not store.frozen_is_sealed)
-    }
+    targets: dict[str, list[TensorSpec]] = {}
+    for spec in (spec for layer in store.layers for spec, _ in layer.layout.own.values()):
+        if spec.checkpoint_name is not None and (spec.trained or not store.frozen_is_sealed):
+            targets.setdefault(spec.checkpoint_name, []).append(spec)
     if store.frozen_is_sealed and not targets:
         return
     buffers = {n: b for n, b in skeleton.model.named_buffers() if n in store and not store.frozen_is_sealed}
     for name, buffer in buffers.items():
         store.write(name, buffer)  # the model's own value, until the file has another
-    packed = {name: p for name, target in targets.items() if (p := store.packed(target)) is not None}
-    sources, unexpected = plan_reads(checkpoint, skeleton, targets, packed)
+    packed = {}
+    for name, specs in targets.items():
+        if (one := store.packed(specs[0].name)) is not None:
+            packed[name] = replace(one, shape=_shape(specs, store))
+    sources, unexpected = plan_reads(checkpoint, skeleton, packed)
     loaded: set[str] = set()
 
     def store_read(read: ReadTensors) -> list[str]:
@@ -70,7 +74,7 @@ def load_checkpoint(
         for done, stored in enumerate(pool.map(store_read, sources.values()), start=1):
             loaded.update(stored)
             progress(done, len(sources))
-    missing = sorted(n for n, name in targets.items() if n not in loaded and name not in buffers)
+    missing = sorted(n for n, specs in targets.items() if n not in loaded and specs[0].name not in buffers)
     if missing:
         raise UserError(
             f"{checkpoint.folder}: {len(missing)} tensor(s) of the model are not in the checkpoint:"
@@ -97,7 +101,9 @@ def _one_thread_an_operation() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _store_tensors(folder: Path, read: ReadTensors, targets: dict[str, str], store: HostStore) -> list[str]:
+def _store_tensors(
+    folder: Path, read: ReadTensors, targets: dict[str, list[TensorSpec]], store: HostStore
+) -> list[str]:
     """Stores what one read gives and returns the names stored; nothing of it is held afterwards."""
     stored = []
     for name, value in read().items():
@@ -107,14 +113,32 @@ def _store_tensors(folder: Path, read: ReadTensors, targets: dict[str, str], sto
         number = None
         if isinstance(value, Expert):
             number, value = value
-        if isinstance(value, dict):
-            for suffix, part in store.parts(targets[name]).items():
-                part.copy_(value[suffix])
-            continue
-        wanted = store.shape(targets[name])[0 if number is None else 1 :]
-        if tuple(value.shape) != wanted:
+        wanted = _shape(targets[name], store)[0 if number is None else 1 :]
+        if not isinstance(value, dict) and tuple(value.shape) != wanted:
             raise UserError(
                 f"{folder}: tensor {name} has shape {list(value.shape)}, the config asks for {list(wanted)}"
             )
-        store.write(targets[name], value, number)
+        for spec in targets[name]:
+            _store_part(spec, value, number, store)
     return stored
+
+
+def _store_part(spec: TensorSpec, value: torch.Tensor | Parts, number: int | None, store: HostStore) -> None:
+    """Stores what ``spec`` has of ``value``, a tensor of the checkpoint; with a ``number``, one of its experts."""
+    experts = spec.experts
+    if isinstance(value, dict):
+        packed = store.packed(spec.name)
+        assert packed is not None
+        given = value if experts is None else packed.parts_of_experts(experts, value)
+        for suffix, part in store.parts(spec.name).items():
+            part.copy_(given[suffix])
+    elif number is None:
+        store.write(spec.name, value if experts is None else value[experts.start : experts.stop])
+    elif experts is None or number in experts:
+        store.write(spec.name, value, number - (experts.start if experts is not None else 0))
+
+
+def _shape(specs: list[TensorSpec], store: HostStore) -> tuple[int, ...]:
+    """Of the tensor of the checkpoint that is stored as ``specs``."""
+    shape = store.shape(specs[0].name)
+    return shape if specs[0].experts is None else (sum(store.shape(s.name)[0] for s in specs), *shape[1:])

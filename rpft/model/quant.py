@@ -106,6 +106,17 @@ class PackedWeight:
             }
         return shapes
 
+    def of_experts(self, experts: range) -> PackedWeight:
+        """Some of a stack of weights."""
+        return replace(self, shape=(len(experts), *self.shape[1:]))
+
+    def parts_of_experts(self, experts: range, parts: Parts) -> Parts:
+        """Of the ``parts`` of a stack those of some of its weights."""
+        return {
+            suffix: part if _is_shared(suffix) else part[experts.start : experts.stop]
+            for suffix, part in parts.items()
+        }
+
     def expert(self, number: int, parts: Parts) -> tuple[PackedWeight, Parts]:
         """One of a stack of weights by itself, and its part of ``parts``."""
         own = {suffix: part if _is_shared(suffix) else part[number] for suffix, part in parts.items()}

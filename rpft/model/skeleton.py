@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from rpft.errors import UserError
+from rpft.model.parts import Part, Stack, parts_of
 from rpft.model.quant import PackedWeight
 from rpft.model.refuse import refuse_encoder, refuse_settings, refuse_side_inputs
 from rpft.model.router_loss import Router, find_router
@@ -87,6 +88,14 @@ class ShellState:
         self.action: Any = None
 
 
+class BlockInput(NamedTuple):
+    """What the model gives a block: for some rows of PROBE_TOKENS tokens, of no meaning."""
+
+    hidden: torch.Tensor
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 @dataclass
 class Skeleton:
     """A causal language model on the meta device and the way it is cut into layers."""
@@ -111,6 +120,11 @@ class Skeleton:
     """For each block its router, where it is known."""
     router_loss: float = 0.0
     """Coefficient of the load-balancing loss of routers; 0: none."""
+    inputs: tuple[BlockInput, ...] = ()
+    """What each block was given when the model was cut into layers."""
+    stacks: tuple[Stack | None, ...] = ()
+    """For each block its experts, where they are layers of their own, in ``num_groups`` groups."""
+    num_groups: int = 1
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -130,14 +144,22 @@ class Skeleton:
         return len(self.blocks)
 
     @property
-    def balanced_blocks(self) -> list[int]:
-        """Blocks whose routers have a load-balancing loss."""
-        return [i for i, router in enumerate(self.routers) if router is not None and self.router_loss]
+    def parts(self) -> list[Part]:
+        """What each layer between embedding and head is of the blocks."""
+        return parts_of(self.stacks or [None] * self.num_blocks, self.num_groups)
 
-    def quantized_in(self, block: int) -> dict[str, PackedWeight]:
-        """The quantised weights of a block, by their names in it."""
-        prefix = f"{self.blocks_path}.{block}."
-        return {n.removeprefix(prefix): p for n, p in self.quantized.items() if n.startswith(prefix)}
+    def balanced_at(self, block: int) -> bool:
+        """Whether the router of ``block`` has a load-balancing loss."""
+        return bool(self.router_loss) and bool(self.routers) and self.routers[block] is not None
+
+    def quantized_in(self, part: Part) -> dict[str, PackedWeight]:
+        """The quantised weights of a part of a block, by their names in the block."""
+        prefix, found = f"{self.blocks_path}.{part.block}.", {}
+        for full, packed in self.quantized.items():
+            name = full.removeprefix(prefix)
+            if full.startswith(prefix) and part.holds(name):
+                found[name] = packed if part.experts is None else packed.of_experts(part.experts)
+        return found
 
 
 def build_model(config: Any, dtype: torch.dtype, attention: str) -> Any:
@@ -287,7 +309,8 @@ def cut(model: Any) -> Skeleton:
         if paths:
             raise UserError(f"{name} is not supported: modules with parameters {problem}: {', '.join(paths)}")
     skeleton = Skeleton(model, blocks_path, returns_tuple, before, after, state_names=tuple(model.state_dict()))
-    skeleton.choices = _choices(skeleton, seen)
+    skeleton.inputs = tuple(BlockInput(hidden.detach(), args, kwargs) for hidden, args, kwargs in seen)
+    skeleton.choices = _choices(skeleton)
     found = zip(blocks, skeleton.choices, strict=True)  # type: ignore[call-overload]
     skeleton.routers = tuple(find_router(model, block) if picks else None for block, picks in found)
     tensors = [*model.named_parameters(remove_duplicate=False), *persistent_buffers(model)]
@@ -296,12 +319,12 @@ def cut(model: Any) -> Skeleton:
     return skeleton
 
 
-def _choices(skeleton: Skeleton, calls: list[tuple[torch.Tensor, Any, Any]]) -> tuple[Choices, ...]:
-    """For each block what its routers pick. ``calls``: the hidden state, and what each is given beside it."""
+def _choices(skeleton: Skeleton) -> tuple[Choices, ...]:
+    """For each block what its routers pick."""
     kinds, known = kinds_of_blocks(skeleton), dict[int, Choices]()
-    for kind, block, (hidden, args, kwargs) in zip(kinds, skeleton.blocks, calls, strict=True):
+    for kind, block, given in zip(kinds, skeleton.blocks, skeleton.inputs, strict=True):
         if kind not in known:
-            known[kind] = find_choices(block, hidden.detach(), args, kwargs)
+            known[kind] = find_choices(block, *given)
             if not known[kind] and any(p.dim() == 3 and min(p.shape[:2]) > 1 for p in block.parameters()):
                 logger.warning(
                     "%s: how a block chooses its experts was not seen; a recompute that rounds otherwise may"
@@ -336,7 +359,8 @@ def structure(module: nn.Module) -> tuple:
 def kinds_of_blocks(skeleton: Skeleton) -> list[int]:
     """For each block the number of its kind; blocks of one kind share a template on every worker."""
     known: dict[tuple, int] = {}
-    keys = [(structure(block), tuple(skeleton.quantized_in(i).items())) for i, block in enumerate(skeleton.blocks)]
+    quantized = [tuple(skeleton.quantized_in(Part(i)).items()) for i in range(skeleton.num_blocks)]
+    keys = [(structure(block), packed) for block, packed in zip(skeleton.blocks, quantized, strict=True)]
     return [known.setdefault(key, len(known)) for key in keys]
 
 

@@ -22,7 +22,7 @@ from rpft.plan.sizes import (
     Sums,
     WorkerSizes,
     WorkerSizing,
-    boundary_buffers,
+    boundary_bytes_on_host,
     keeping_layers,
 )
 
@@ -148,7 +148,7 @@ class Billing:
         return ram_bytes is None or sum(self._host(plan, sizes, device).values()) <= ram_bytes
 
     def _device(self, plan: Plan, sizes: WorkerSizes) -> dict[str, int]:
-        results = self._boundary + plan.keep_bytes_per_token * self._work.max_tokens
+        results = sizes.boundary_bytes + plan.keep_bytes_per_token * self._work.max_tokens
         device = {
             "weight, gradient and hidden-state buffers": sizes.total_bytes - sizes.resident_bytes,
             "frozen weights that stay": sizes.resident_bytes,
@@ -164,7 +164,9 @@ class Billing:
         work, keeping = self._work, keeping_layers(self._layouts, plan, self._first_trained)
         host = {
             "weights, gradients, optimizer state": self._store_bytes,
-            "hidden states between stages": boundary_buffers(plan, self._first_trained) * self._boundary,
+            "hidden states between stages": boundary_bytes_on_host(
+                plan, self._layouts, self._first_trained, self._boundary, work.max_tokens
+            ),
             "kept for the backward": len(keeping) * plan.num_microbatches * sizes.kept_bytes,
             "process": _PROCESS_BYTES + (_COMPILER_BYTES if work.kernels == "compile" else 0),
         }
@@ -175,6 +177,16 @@ class Billing:
         if work.workers_in_ram:
             host["memory of the workers"] = work.workers_in_ram * sum(device.values())
         return host
+
+
+def least_device_bytes(layouts: Sequence[LayerLayout], work: Workload) -> int:
+    """What every plan takes of a worker: buffers for stages of one layer, and the largest weight dequantised."""
+    head = len(layouts) - 1
+    stages = tuple(Stage(layer, layer) for layer in range(head + 1))
+    boundary = work.max_tokens * work.shape.hidden_size * work.shape.itemsize
+    sizing = WorkerSizing(layouts, boundary, work.gradient_dtype, work.max_tokens)
+    smallest = sizing.of(Plan(stages[:-1], stages[::-1], 1, "layer"))
+    return smallest.total_bytes + max(layout.dequantized_bytes for layout in layouts)
 
 
 def make_bill(plan: Plan, layouts: Sequence[LayerLayout], work: Workload) -> Bill:

@@ -160,7 +160,9 @@ def step_shape(
     speeds: Sequence[float] | None = None,
 ) -> StepShape:
     """What the simulator is told of a run whose layers take ``costs``, in seconds."""
-    boundary_bytes = work.max_tokens * work.shape.hidden_size * work.shape.itemsize
+    # What is wider than a hidden state counts by its mean: the simulator knows one size.
+    extra = sum(layout.extra_input_bytes for layout in layouts) / len(layouts)
+    boundary_bytes = round(work.max_tokens * (work.shape.hidden_size * work.shape.itemsize + extra))
     loads = layer_loads(costs, layouts, work.gradient_dtype.itemsize)
     return StepShape(loads, work.max_tokens, boundary_bytes, num_workers, rounds, work.delayed, speeds=speeds)
 

@@ -193,8 +193,9 @@ def datasheet_profiles(
     logits = int(chunk * shape.vocab_size * HEAD_CHUNK_BYTES_PER_LOGIT[work.kernels])
     hidden = tokens * shape.hidden_size * shape.itemsize
     block = estimated_block_bytes(shape, tokens)
-    beside = _bytes_beside_products(skeleton.model.config.get_text_config(), work) * tokens
-    moved = beside / (1e9 * (machine.gpus[0].memory_gbps or math.inf))
+    bandwidth = 1e9 * (machine.gpus[0].memory_gbps or math.inf)
+    by_block, by_experts = _bytes_beside_products(skeleton.model.config.get_text_config(), work)
+    cut = {layout.number for layout in layouts if layout.experts is not None}
     profiles = []
     for layout, cost in zip(layouts, layer_costs(list(layouts), skeleton), strict=True):
         gradients = layout.grad_elements * shape.itemsize
@@ -205,7 +206,13 @@ def datasheet_profiles(
         elif layout.layer == 0:
             profiles.append(LayerProfile(forward, backward, hidden, hidden + gradients))
         else:
-            products = attention * tokens / rate
+            of_experts = layout.experts is not None
+            products = 0.0 if of_experts else attention * tokens / rate
+            if of_experts:  # whose results are added to the sum so far, which travels with the rest
+                beside = by_experts / skeleton.num_groups + 2 * layout.extra_input_bytes
+            else:
+                beside = by_block + (0 if layout.number in cut else by_experts)
+            moved = beside * tokens / bandwidth
             forward += products + moved
             backward += products * (1 + _ATTENTION_BACKWARD) + moved * (1 + _BESIDE_BACKWARD)
             profiles.append(
@@ -216,17 +223,15 @@ def datasheet_profiles(
     return profiles
 
 
-def _update_bytes(state_format: StateFormat) -> float:
-    """Memory traffic for a parameter's update: a bfloat16 gradient, a master in two halves, the moments."""
-    return 10 + 2 * moments_bytes(state_format, BLOCK) / BLOCK
+def _bytes_beside_products(config: Any, work: Workload) -> tuple[float, float]:
+    """Of one token and block: what a forward reads and writes of the card's memory that is no product's.
 
-
-def _bytes_beside_products(config: Any, work: Workload) -> float:
-    """Of one token and block: what a forward reads and writes of the card's memory that is no product's."""
+    Of hidden states, and of widened ones.
+    """
     hidden, widened = _PASSES[work.kernels]
     experts = getattr(config, "num_experts_per_tok", None) or 1
     width = getattr(config, "moe_intermediate_size", None) or work.shape.intermediate_size
-    return work.shape.itemsize * (hidden * work.shape.hidden_size + widened * experts * width)
+    return work.shape.itemsize * hidden * work.shape.hidden_size, work.shape.itemsize * widened * experts * width
 
 
 def attention_operations(config: Any, sequence: int) -> float:

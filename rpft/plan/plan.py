@@ -11,7 +11,7 @@ from rpft.errors import UserError
 
 PLAN_VERSION = 1
 
-_KINDS = {"made_for": dict, "micro_batch_size": int}
+_KINDS = {"made_for": dict, "micro_batch_size": int, "expert_groups": int}
 """Of what a plan file says beside the plan and is asked for."""
 
 

@@ -77,8 +77,7 @@ class LayerMeter:
             positions = torch.arange(sequence).remainder(row_tokens).repeat(rows, 1)
             at, starts = positions.to(device), row_starts(positions).to(device)
         self._batch = DeviceBatch(ids, at, scored, ids.flatten(), starts)
-        shape = (rows, sequence, functions.hidden_size)
-        self._hidden = torch.randn(*shape, device=device, dtype=functions.dtype)
+        self._shape = rows, sequence
         self._key = 0 if dropout else None
         functions.expect(rows * sequence)
         functions.train(True)
@@ -87,7 +86,8 @@ class LayerMeter:
         """The profile of ``layer``."""
         device = self.functions.device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            return _measure_layer(self.functions, self.layouts[layer], self._hidden, self._batch, self._key)
+            hidden = self.functions.example_input(layer, *self._shape)
+            return _measure_layer(self.functions, self.layouts[layer], hidden, self._batch, self._key)
 
 
 def layers_by_kind(functions: LayerFunctions, num_layers: int) -> list[tuple[int, ...]]:
@@ -178,8 +178,7 @@ def _measure_layer(
     trained = frozenset(sums)
     if layer in functions.balanced:
         sums |= {name: torch.zeros((), device=device) for name in (LOSS, WEIGHT)}
-    grad = torch.empty_like(hidden).normal_(0, 1e-3)  # equal numbers draw less power, and take less time
-    if layer == functions.num_blocks + 1:
+    if layer == functions.head_layer:
 
         def loss() -> object:
             return functions.head.loss_and_gradients(hidden, weights, batch, sums, key)
@@ -187,6 +186,8 @@ def _measure_layer(
         seconds = _seconds(device, loss)
         return LayerProfile(seconds / 4, seconds, 0, _peak_bytes(device, loss))
     given = None if layer == 0 else hidden
+    grad = hidden.new_empty(*hidden.shape[:-1], functions.input_width(layer + 1))
+    grad.normal_(0, 1e-3)  # equal numbers draw less power, and take less time
 
     def forward() -> object:
         if given is not None and layout.choices:  # as in training, whose graph is another than that of evaluations

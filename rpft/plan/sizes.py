@@ -70,13 +70,14 @@ class Sums:
 class WorkerSizing:
     """Sizes of a worker's buffers for any plan of a model: what layers ask for is read once.
 
-    ``max_tokens``: of the largest microbatch.
+    ``max_tokens``: of the largest microbatch, whose hidden state takes ``boundary_bytes``.
     """
 
     def __init__(
         self, layouts: Sequence[LayerLayout], boundary_bytes: int, gradient_dtype: torch.dtype, max_tokens: int
     ) -> None:
-        self._boundary_bytes, self._gradient_dtype, self._max_tokens = boundary_bytes, gradient_dtype, max_tokens
+        self._gradient_dtype, self._max_tokens = gradient_dtype, max_tokens
+        self._boundary_bytes = boundary_bytes + max_tokens * max(layout.extra_input_bytes for layout in layouts)
         self._regions = Sums(layout.region_bytes for layout in layouts)
         self._gradients = Sums(layout.grad_elements for layout in layouts)
         self._choice_bytes = max(layout.choice_bytes(max_tokens) for layout in layouts)
@@ -118,9 +119,24 @@ def frozen_bytes_up(layouts: list[LayerLayout], plan: Plan, first_trained: int) 
     return total
 
 
-def boundary_buffers(plan: Plan, first_trained: int) -> int:
+def boundary_bytes_on_host(
+    plan: Plan, layouts: Sequence[LayerLayout], first_trained: int, boundary_bytes: int, max_tokens: int
+) -> int:
+    """Of all host buffers for what crosses between stages; a hidden state takes ``boundary_bytes``."""
+    extra = [layout.extra_input_bytes for layout in layouts]
+    if not any(extra):
+        return boundary_buffers(plan, first_trained) * boundary_bytes
+    total = 0
+    for size in set(extra):
+        count = boundary_buffers(plan, first_trained, [each == size for each in extra])
+        total += count * (boundary_bytes + size * max_tokens)
+    return total
+
+
+def boundary_buffers(plan: Plan, first_trained: int, counted: Sequence[bool] | None = None) -> int:
     """Host buffers for hidden states and their gradients, as many as a round needs at once.
 
+    ``counted``: for each layer whether inputs of it, and gradients of these, are; None: all are.
     What the controller does with the microbatches of a slot, one after the other, it does here with one of them:
     those that had their turn hold what is left after it, the others what was there before.
     """
@@ -130,6 +146,10 @@ def boundary_buffers(plan: Plan, first_trained: int) -> int:
         segments[stage] = [s for s in segments[stage] if s.last >= first_trained]
     later = Counter(segment.first for stage in backward[1:] for segment in segments[stage])
     starts = {stage.first for stage in plan.forward} | {fused.first}
+
+    def counts(layer: int) -> bool:
+        return counted is None or counted[layer]
+
     left: dict[int, int] = {}
     """Layer to the readings of its input that are to come."""
     live = most = 0
@@ -139,7 +159,7 @@ def boundary_buffers(plan: Plan, first_trained: int) -> int:
         before, peak = live, live
         for layer in read:
             left[layer] -= 1
-            live -= left[layer] == 0
+            live -= left[layer] == 0 and counts(layer)
         live += begins - ends
         peak = max(peak, live)
         most = max(most, (plan.num_microbatches - 1) * max(before, live) + peak)
@@ -147,10 +167,10 @@ def boundary_buffers(plan: Plan, first_trained: int) -> int:
     for stage in plan.forward:
         written = [n for n in range(stage.first + 1, stage.last + 2) if later[n] or n in starts]
         left.update({layer: later[layer] + (layer in starts) for layer in written})
-        slot([stage.first] if stage.first > 0 else [], 0, len(written))
+        slot([stage.first] if stage.first > 0 else [], 0, sum(map(counts, written)))
     gradient = 0
     for stage in backward:
-        passes_on = int(stage.first > first_trained)
+        passes_on = int(stage.first > first_trained and counts(stage.first))
         slot([s.first for s in segments[stage] if s.first > 0], gradient, passes_on)
         gradient = passes_on
     return most

@@ -28,7 +28,7 @@ _FORMATS: dict[str, StateFormat] = {"F32": "fp32", "BF16": "bf16", "U8": "8bit"}
 
 
 def layer_file(layer: int) -> str:
-    """The name of a layer's file."""
+    """The name of the file of a layer, of parts of a block that of the block: see ``LayerLayout.number``."""
     return f"layer-{layer:05d}.safetensors"
 
 
@@ -100,7 +100,7 @@ def restore(path: Path, store: HostStore, lagging: bool) -> None:
     for layer in store.layers:
         if not layer.layout.num_trained:
             continue
-        file = path / layer_file(layer.layout.layer)
+        file = path / layer_file(layer.layout.number)
         with safe_open(file, framework="pt") as handle:
             found = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
             shapes = {name: tuple(tensor.get_shape()) for name, tensor in found.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from rpft.errors import UserError
 from rpft.model.adapters import LoraSettings, inject_lora
 from rpft.model.checkpoint import Checkpoint, read_config, resolve_checkpoint
+from rpft.model.cut_experts import cut_experts, ever_more_groups
 from rpft.model.layers import build_layers
 from rpft.model.layout import LayerLayout
 from rpft.model.moments import StateFormat
@@ -142,7 +143,8 @@ class Job:
         """
         base = Job(**self.parts())
         if _model_keys(recipe) != _model_keys(self.recipe):
-            base = replace(base, **model_parts(recipe, self.config, self.checkpoint))
+            groups = self.skeleton.num_groups
+            base = replace(base, **model_parts(recipe, self.config, self.checkpoint, groups))
         data = replace(self.data, micro_batch_size=recipe.train.microbatch_rows)
         if longest is not None:
             data = replace(data, pad_lengths=[longest])
@@ -163,6 +165,12 @@ class Job:
         if accumulation % in_round:
             raise UserError(f"rounds of {in_round} microbatches do not divide {accumulation}")
         return job
+
+    def in_expert_groups(self) -> Iterator[Job]:
+        """This job with the experts of a block in ever more layers of their own, where they can be."""
+        for skeleton in ever_more_groups(self.skeleton, self.dtype):
+            layouts = build_layers(skeleton, self.dtype)
+            yield replace(Job(**self.parts()), skeleton=skeleton, layouts=layouts)
 
     def with_frozen_on_disk(self) -> Job:
         """This job with frozen weights in a file."""
@@ -213,7 +221,8 @@ def read_job(recipe: Recipe, kernels: KernelChoice, weights: bool = True) -> Job
             f"the longest row has {data.longest} tokens with padding, the model has {positions} positions;"
             f" set data.max_seq_len to at most {positions - positions % PAD_TO_MULTIPLE}{more}"
         )
-    parts = model_parts(recipe, config, checkpoint)
+    groups = 1 if recipe.engine.plan is None else read_about(Path(recipe.engine.plan)).get("expert_groups", 1)
+    parts = model_parts(recipe, config, checkpoint, groups)
     given = _given_plan(recipe, parts["skeleton"], len(parts["layouts"]))
     num_microbatches, gradient_dtype = _rounds(recipe, given, parts["dtype"])
     return Job(
@@ -269,8 +278,8 @@ def _model_keys(recipe: Recipe) -> tuple[Any, ...]:
     return recipe.model, recipe.adapter, recipe.train.router_aux_loss
 
 
-def model_parts(recipe: Recipe, config: Any, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Those fields of a Job that model and adapter decide."""
+def model_parts(recipe: Recipe, config: Any, checkpoint: Checkpoint, expert_groups: int = 1) -> dict[str, Any]:
+    """Those fields of a Job that model and adapter decide, and in how many layers of their own experts are."""
     dtype = getattr(torch, recipe.model.dtype)
     skeleton = cut(build_model(copy.deepcopy(config), dtype, recipe.model.attention))  # building changes it
     skeleton.router_loss = chosen_coefficient(recipe.train.router_aux_loss, skeleton.model.config)
@@ -288,6 +297,7 @@ def model_parts(recipe: Recipe, config: Any, checkpoint: Checkpoint) -> dict[str
             only=stored and stored.weights,
             nested=stored is None or stored.nested,
         )
+    skeleton = cut_experts(skeleton, expert_groups, dtype)
     layouts = build_layers(skeleton, dtype)
     return {"skeleton": skeleton, "peft_model": peft_model, "layouts": layouts, "dtype": dtype}
 

@@ -47,6 +47,10 @@ _CHECKED = (0.5, 1.0)
 """Where among the blocks of the most common kind others are measured too."""
 
 
+class LayerTooLarge(UserError):
+    """A worker has not the memory for one layer."""
+
+
 @dataclass(frozen=True)
 class Workbench:
     """A job on the workers at hand."""
@@ -232,7 +236,7 @@ class Workbench:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            raise UserError(
+            raise LayerTooLarge(
                 f"a single layer with a microbatch of {rows} x {sequence} tokens needs more memory than {device}"
                 " has or engine.vram_limit allows. Less is needed with a smaller train.micro_batch_size or"
                 f" data.max_seq_len ({str(error).splitlines()[0]})"

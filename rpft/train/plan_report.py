@@ -196,6 +196,8 @@ class PlanReport:
             facts.append(("kept for the backward", f"{plan.keep_bytes_per_token:,} bytes a token and block"))
         if plan.resident:
             facts.append(("frozen weights that stay on workers", f"of {len(plan.resident)} layers"))
+        if planned.about_groups is not None:
+            facts.append(("experts", planned.about_groups))
         if planned.about_disk is not None:
             facts.append(("host store", planned.about_disk))
         if planned.about_offload is not None:

@@ -27,6 +27,7 @@ from rpft.plan.smaller import smaller_plan
 from rpft.recipe.schema import Recipe
 from rpft.train.checkpoint import checkpoint_bytes
 from rpft.train.dividing import plan_rounds, plan_rows
+from rpft.train.grouping import plan_groups
 from rpft.train.job import Job, made_for, read_job
 from rpft.train.kernels import KernelChoice
 from rpft.train.room import most_checkpoints
@@ -204,6 +205,18 @@ class Planned(Job):
         )
 
     @property
+    def about_groups(self) -> str | None:
+        """Into what blocks are cut and why, for people; None where they are not."""
+        groups = self.skeleton.num_groups
+        if groups == 1:
+            return None
+        whole, layers = len(self.skeleton.blocks), len(self.layouts)
+        return (
+            f"the experts of a block are {groups} layers of their own, since a worker's memory does not do for a"
+            f" block in one: {whole + 2} layers have become {layers}"
+        )
+
+    @property
     def moments_beside_output(self) -> bool:
         """Whether moments lie on the disk of the output directory."""
         return self.offload is not None and self.target.offload_bytes is None
@@ -334,6 +347,7 @@ class Planned(Job):
         """What a plan file says beside the plan."""
         return {
             "micro_batch_size": self.rows,
+            "expert_groups": self.skeleton.num_groups,
             "rounds": self.rounds,
             "predicted": prediction and prediction.as_dict(),
             "memory": self.memory,
@@ -488,7 +502,7 @@ def plan_for_machine(recipe: Recipe, machine: Machine, name: str) -> Planned:
         profiles = datasheet_profiles(machine, job.layouts, job.skeleton, work, job.data.longest)
         return plan_job(job, target, profiles)
 
-    return plan_rows(job, plan)
+    return plan_groups(job, target.vram_bytes, lambda job: plan_rows(job, plan))
 
 
 def _job_for_machine(recipe: Recipe) -> Job:

@@ -20,6 +20,7 @@ from rpft.plan.simulate import ASSUMED_RATES
 from rpft.recipe.schema import Recipe
 from rpft.recipe.sections.engine import Engine
 from rpft.train.dividing import plan_rows
+from rpft.train.grouping import plan_groups
 from rpft.train.job import Job, read_job
 from rpft.train.kernels import choose_kernels
 from rpft.train.measuring import Say, Workbench
@@ -68,6 +69,13 @@ def set_up(recipe: Recipe, weights: bool = False) -> Workbench:
 def workbench(job: Job, devices: list[Device]) -> Workbench:
     """``job`` with what runs its layers on ``devices`` and what updates them."""
     recipe = job.recipe
+    one_pass = prepare_one_pass(recipe.optimizer.state, num_threads=recipe.engine.cpu_threads)
+    return Workbench(job, devices, _make_functions(job, devices), one_pass)
+
+
+def _make_functions(job: Job, devices: list[Device]) -> list[LayerFunctions]:
+    """What runs the layers of ``job``, one a device."""
+    recipe = job.recipe
     functions = [
         LayerFunctions(job.skeleton, device.torch_device, job.dtype, job.kernels.kind, recipe.engine.deterministic)
         for device in devices
@@ -76,14 +84,12 @@ def workbench(job: Job, devices: list[Device]) -> Workbench:
         for reason in dict.fromkeys(map(adopt, functions)):
             if reason is not None:
                 logger.warning("packed rows attend with masks, which is slower: %s", reason)
-    one_pass = prepare_one_pass(recipe.optimizer.state, num_threads=recipe.engine.cpu_threads)
-    return Workbench(job, devices, functions, one_pass)
+    return functions
 
 
 def plan_here(bench: Workbench, profile: Profile | None) -> Prepared:
     """Plans for this machine; whether that fits is not asked here."""
     recipe, devices = bench.job.recipe, bench.devices
-    sizes = [size for size in (device.memory_bytes() for device in devices) if size is not None]
     speeds = None
     if profile is not None and profile.slowdown != 1.0:
         speeds = (1 / profile.slowdown,) * len(devices)
@@ -93,7 +99,7 @@ def plan_here(bench: Workbench, profile: Profile | None) -> Prepared:
     target = Target(
         name="this machine",
         num_workers=len(devices),
-        vram_bytes=min(sizes, default=None),
+        vram_bytes=_vram_bytes(devices),
         ram_bytes=recipe.engine.ram_limit or available_host_bytes(),
         disk_bytes=room_bytes(recipe),
         rates=ASSUMED_RATES if profile is None else profile.rates(),
@@ -116,13 +122,27 @@ def plan_here(bench: Workbench, profile: Profile | None) -> Prepared:
 
 
 def plan_rows_here(bench: Workbench, find_profile: Callable[[Workbench], Profile | None]) -> Prepared:
-    """As ``plan_here``, and chooses the rows of a microbatch where they are open; each size has a profile."""
+    """As ``plan_here``, and chooses the rows of a microbatch where they are open, and groups of experts where they
+    are needed; each has a profile.
+    """
 
     def plan(job: Job) -> Prepared:
-        other = replace(bench, job=job)
-        return plan_here(other, find_profile(other))
+        same = job.skeleton is bench.job.skeleton
+        functions = bench.functions if same else _make_functions(job, bench.devices)
+        own = replace(bench, job=job, functions=functions)
 
-    return plan_rows(bench.job, plan)
+        def plan_with(job: Job) -> Prepared:
+            other = replace(own, job=job)
+            return plan_here(other, find_profile(other))
+
+        return plan_rows(job, plan_with)
+
+    return plan_groups(bench.job, _vram_bytes(bench.devices), plan)
+
+
+def _vram_bytes(devices: list[Device]) -> int | None:
+    """What a run may take of each of ``devices``; None where they have no memory of their own."""
+    return min((size for device in devices if (size := device.memory_bytes()) is not None), default=None)
 
 
 def make_devices(settings: Engine) -> list[Device]:

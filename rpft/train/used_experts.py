@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from rpft.model.parts import is_stack
+
 
 def upload_only_used_experts(model: nn.Module) -> list[nn.Module]:
     """Changes how those stacks of experts of ``model`` run whose weights accelerate brings up; gives them."""
     found = []
     for module in model.modules():
         weights = _brought_up(module)
-        if weights is not None and _is_stack(module):
+        if weights is not None and is_stack(module):
             found.append(module)
             whole: Callable[..., Any] = module.forward
             module.forward = _Used(module, weights, whole)  # type: ignore[method-assign]
@@ -30,13 +32,6 @@ def _brought_up(module: nn.Module) -> Any:
     hook: Any = getattr(module, "_hf_hook", None)
     hooks = getattr(hook, "hooks", [hook])  # of several hooks in a row
     return next((each.weights_map for each in hooks if getattr(each, "offload", False)), None)
-
-
-def _is_stack(module: nn.Module) -> bool:
-    """Whether each parameter of ``module`` holds something of each of ``num_experts``, some of them matrices."""
-    own = list(module.parameters(recurse=False))
-    count = getattr(module, "num_experts", None)
-    return any(p.dim() == 3 for p in own) and all(p.shape[0] == count for p in own)
 
 
 class _Used:

@@ -19,6 +19,7 @@ from rpft.engine.slot import HostBatch
 from rpft.engine.streams import Delays
 from rpft.model.adapters import LoraSettings, initialise_lora, inject_lora
 from rpft.model.checkpoint import Checkpoint, read_config
+from rpft.model.cut_experts import cut_experts
 from rpft.model.frozen_file import FrozenFile
 from rpft.model.functions import LayerFunctions
 from rpft.model.graphs import KernelKind
@@ -149,9 +150,11 @@ def run_engine(
     frozen_in: Path | None = None,
     moments_in: Path | None = None,
     router_loss: float = 0.0,
+    groups: int = 1,
 ) -> Outcome:
     """Trains the checkpoint in ``folder`` for ``steps`` steps; raises the engine's fault, if any.
 
+    ``groups``: of the experts of each block, every one a layer of the plan's.
     ``frozen_in`` and ``moments_in``: the folder of a file in which frozen weights, or moments, lie, None for RAM.
     """
     config = read_config(folder)
@@ -162,6 +165,7 @@ def run_engine(
     checkpoint = Checkpoint(folder)
     if quantize is not None:
         quantize_base(skeleton, quantize, dtype, nested=checkpoint.stored.nested or not checkpoint.stored.weights)
+    skeleton = cut_experts(skeleton, groups, dtype)
     devices = [make_device(i) for i in range(workers)]
     layouts = build_layers(skeleton, dtype)
     store = HostStore(
