@@ -45,7 +45,8 @@ class UpdateResult:
     update_seconds: float = field(default=0.0, compare=False)
     """From the arrival of the last gradient to the last layer's update: how far it came behind the workers."""
     layer_norms: tuple[float | None, ...] = ()
-    """As ``grad_norm``, of each layer; None: it has no trained weight of its own. Of a step passed over: ()."""
+    """As ``grad_norm``, of embedding, blocks and head, however these are cut into layers; None: it has no trained
+    weight of its own. Of a step passed over: ()."""
     router_aux_loss: float | None = None
     """Load-balancing loss of the routers, without its coefficient; None where there is none."""
 
@@ -172,6 +173,7 @@ class HostOptimizer:
         layer_norms = tuple(
             math.sqrt(square) / ticket.trained_tokens if layer.layout.num_trained > 0 else None
             for layer, square in zip(self._store.layers, squares, strict=True)
+            if layer.layout.experts is None  # groups of experts are frozen, and part of a block that has its norm
         )
         balance = (
             ticket.router_losses.exact_total() / ticket.trained_tokens if ticket.router_losses.values else None

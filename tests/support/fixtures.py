@@ -54,7 +54,7 @@ class SharedFunctions:
         model = skeleton.model
         trained = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
         # By number, since workers that share a device must not share functions.
-        packed = tuple(skeleton.quantized.items())
+        packed = skeleton.num_groups, *skeleton.quantized.items()
         key = (model.config.to_json_string(), trained, packed, str(device), dtype, kernels, self._handed_out)
         self._handed_out += 1
         if key not in self._known:

@@ -15,9 +15,12 @@ import transformers
 
 from rpft.model.adapters import LoraSettings, inject_lora
 from rpft.model.checkpoint import Checkpoint, read_config
+from rpft.model.cut_experts import cut_experts
 from rpft.model.host_store import HostStore
 from rpft.model.layers import build_layers
 from rpft.model.load import load_checkpoint
+from rpft.model.quant import QuantKind
+from rpft.model.quant_choice import quantize_base
 from rpft.model.skeleton import Skeleton, build_model, cut
 
 VOCABULARY = 320
@@ -169,10 +172,22 @@ def skeleton_of(folder: Path, dtype: torch.dtype = torch.float32) -> Skeleton:
     return cut(build_model(read_config(folder), dtype, "auto"))
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32, lora: LoraSettings | None = None) -> Loaded:
-    """The checkpoint in ``folder`` in a host store; a ``lora`` adapter's weights are left at zero."""
+def load(
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    lora: LoraSettings | None = None,
+    quantize: QuantKind | None = None,
+    groups: int = 1,
+) -> Loaded:
+    """The checkpoint in ``folder`` in a host store; a ``lora`` adapter's weights are left at zero.
+
+    ``groups``: of the experts of each block, every one a layer of its own.
+    """
     skeleton = skeleton_of(folder, dtype)
     peft_model = None if lora is None else inject_lora(skeleton, lora, str(folder))
+    if quantize is not None:
+        quantize_base(skeleton, quantize, dtype)
+    skeleton = cut_experts(skeleton, groups, dtype)
     store = HostStore(build_layers(skeleton, dtype))
     load_checkpoint(Checkpoint(folder), skeleton, store)
     return Loaded(skeleton, store, peft_model)

@@ -1,0 +1,115 @@
+"""`rpft plan` cuts experts into groups where a block does not fit, and `rpft train` runs, resumes and saves so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.recipes import Project, crash_at, run_rpft
+
+LORA = {"adapter": {"r": 4, "target_modules": ["q_proj", "v_proj"]}, "checkpoint": {"every_steps": 2}}
+WIDE = {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
+"""A block has 3 MiB of experts, and next to nothing else."""
+
+
+@pytest.fixture(scope="module")
+def made(project: Any, cache: Any) -> Project:
+    return project("expert groups", "qwen3_moe", sections=LORA, **WIDE)
+
+
+def plan_for(made: Project, limit: str, *words: str) -> dict[str, Any]:
+    ran = run_rpft(
+        "plan",
+        str(made.recipe),
+        "--machine",
+        "8x4090",
+        "--json",
+        f"engine.vram_limit={limit}",
+        "engine.workers=2",
+        *words,
+    )
+    assert ran.code == 0, ran.err
+    return json.loads(ran.out)
+
+
+def plan_file(made: Project, limit: str) -> Path:
+    path = made.folder / f"plan-{limit}.json"
+    path.write_text(json.dumps(plan_for(made, limit)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def in_groups(made: Project) -> str:
+    """The recipe's key for a plan in four groups."""
+    path = plan_file(made, "2.5MiB")
+    assert json.loads(path.read_text())["expert_groups"] == 4
+    return f"engine.plan={path}"
+
+
+def test_experts_are_cut_into_the_fewest_groups_that_fit_and_only_where_blocks_do_not(made: Project) -> None:
+    plans = {limit: plan_for(made, limit) for limit in ("16MiB", "6MiB", "64KiB")}
+    found = {limit: (plan["expert_groups"], plan["fits"]) for limit, plan in plans.items()}
+    assert found == {"16MiB": (1, True), "6MiB": (2, True), "64KiB": (1, False)}
+    assert plans["6MiB"]["backward"][0][1] == 1 + 4 * 3
+
+
+def test_a_plan_in_groups_says_so(made: Project) -> None:
+    words = "--machine", "8x4090", "engine.vram_limit=6MiB", "engine.workers=2"
+    ran = run_rpft("plan", str(made.recipe), *words)
+    assert ran.code == 0, ran.err
+    assert "the experts of a block are 2 layers of their own" in ran.out
+    assert "6 layers have become 14" in ran.out
+
+
+def test_a_block_that_is_trained_whole_stays_whole(made: Project, caplog: pytest.LogCaptureFixture) -> None:
+    plan = plan_for(made, "6MiB", "adapter=null")
+    assert (plan["expert_groups"], plan["fits"]) == (1, False)
+    assert "its experts stay in one layer: they are trained" in caplog.text
+
+
+def test_a_run_in_groups_learns_what_one_of_whole_blocks_does_and_goes_on_as_either(
+    made: Project, in_groups: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = made.train_well("whole")
+    cut = made.train_well("cut", in_groups, "engine.workers=2")
+    assert cut.losses == pytest.approx(whole.losses, rel=1e-5)
+    assert cut.evaluations[4] == pytest.approx(whole.evaluations[4], rel=1e-5)
+    files = [sorted(p.name for p in run.folder.rglob("*.safetensors")) for run in (whole, cut)]
+    assert files[0] == files[1]
+    norms = [len(json.loads(line)["norms"]) for line in (cut.folder / "layer_norms.jsonl").open()]
+    assert set(norms) == {6}
+    with monkeypatch.context() as patch:
+        crash_at(3, patch)
+        assert made.train("broken", in_groups).code == 1
+    same = made.train_well("broken", in_groups, "engine.workers=2", "--resume")
+    assert same.numbers == cut.numbers
+    assert same.result == cut.result
+    with monkeypatch.context() as patch:
+        crash_at(3, patch)
+        assert made.train("other", in_groups).code == 1
+    other = made.train_well("other", "--resume")
+    assert other.losses == pytest.approx(cut.losses, rel=1e-5)
+    exported = run_rpft(
+        "export", str(cut.folder), "--out", str(made.folder / "merged"), "--checkpoint", "step-00000002"
+    )
+    assert exported.code == 0, exported.err
+
+
+def test_layers_in_groups_are_measured_each_for_itself(made: Project, in_groups: str) -> None:
+    ran = run_rpft("profile", str(made.recipe), in_groups, "--json")
+    assert ran.code == 0, ran.err
+    kinds = json.loads(ran.out)["kinds"]
+    assert len(kinds) == 1 + 4 + 1, "a front, and first, inner and last groups"
+    assert all(kind["measured"]["backward_seconds"] > 0 for kind in kinds[1:-1])
+
+
+def test_a_plan_in_groups_that_the_model_does_not_have_is_refused(made: Project, in_groups: str) -> None:
+    path = Path(in_groups.partition("=")[2])
+    other = made.folder / "other.json"
+    other.write_text(json.dumps({**json.loads(path.read_text()), "expert_groups": 5}))
+    ran = made.train("refused", f"engine.plan={other}")
+    assert ran.code == 2
+    assert "cannot be in 5 groups" in ran.err
+    assert "possible: 1, 2, 4, 8, 16, 32" in ran.err
