@@ -15,7 +15,7 @@ from rpft.model.host_store import store_bytes
 from rpft.model.layout import LayerLayout, first_trained
 from rpft.model.moments import StateFormat
 from rpft.model.moments_file import moments_file_bytes, moments_pieces, window_bytes
-from rpft.plan.plan import Plan, Stage
+from rpft.plan.plan import Plan, Stage, smallest_stages
 from rpft.plan.profile import LayerProfile, memory_measured
 from rpft.plan.sizes import (
     RESULTS_IN_FLIGHT,
@@ -181,11 +181,9 @@ class Billing:
 
 def least_device_bytes(layouts: Sequence[LayerLayout], work: Workload) -> int:
     """What every plan takes of a worker: buffers for stages of one layer, and the largest weight dequantised."""
-    head = len(layouts) - 1
-    stages = tuple(Stage(layer, layer) for layer in range(head + 1))
     boundary = work.max_tokens * work.shape.hidden_size * work.shape.itemsize
     sizing = WorkerSizing(layouts, boundary, work.gradient_dtype, work.max_tokens)
-    smallest = sizing.of(Plan(stages[:-1], stages[::-1], 1, "layer"))
+    smallest = sizing.of(smallest_stages(len(layouts), 1, "layer"))
     return smallest.total_bytes + max(layout.dequantized_bytes for layout in layouts)
 
 

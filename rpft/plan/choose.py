@@ -13,7 +13,7 @@ from rpft.plan.bill import Billing, ModelShape, Workload
 from rpft.plan.costs import LayerCost, layer_costs, layer_loads, measured_costs
 from rpft.plan.dispatch import dispatched
 from rpft.plan.partition import Fits, Seconds, balanced_plan, improved, is_small, with_smaller_fused_stage
-from rpft.plan.plan import Plan
+from rpft.plan.plan import Plan, smallest_stages
 from rpft.plan.profile import LayerProfile
 from rpft.plan.simulate import ASSUMED_RATES, Rates, StepShape, step_seconds, steps_seconds
 
@@ -136,6 +136,9 @@ def choose_plan(
 
         return improved(plan, as_full, partial(steps_seconds, shape=shape, rates=rates), rounds)[0]
     smallest = "layer" if recompute == "auto" else recompute
+    single = smallest_stages(len(layouts), num_microbatches, smallest)
+    if fits(single):  # balanced forward stages hold several layers, which here is too many
+        return single
     plan = balanced_plan(costs_of(smallest), num_workers, num_microbatches, rounds, smallest, _has_smallest_stages)
     assert plan is not None
     return plan

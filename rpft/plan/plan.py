@@ -98,6 +98,12 @@ class Plan:
         )
 
 
+def smallest_stages(num_layers: int, num_microbatches: int, recompute: str) -> Plan:
+    """The plan of one layer a stage."""
+    stages = tuple(Stage(layer, layer) for layer in range(num_layers))
+    return Plan(stages[:-1], stages[::-1], num_microbatches, recompute)
+
+
 def _partition_fault(plan: Plan, num_layers: int) -> str | None:
     if not plan.backward:
         return "`backward` needs at least the fused stage, which holds the head"

@@ -167,10 +167,19 @@ class Job:
         return job
 
     def in_expert_groups(self) -> Iterator[Job]:
-        """This job with the experts of a block in ever more layers of their own, where they can be."""
+        """This job with the experts of a block in ever more layers of their own, where they can be.
+
+        The last time these take less memory than another layer, so that more of them would be of no use.
+        """
         for skeleton in ever_more_groups(self.skeleton, self.dtype):
             layouts = build_layers(skeleton, self.dtype)
             yield replace(Job(**self.parts()), skeleton=skeleton, layouts=layouts)
+            sizes = {layout.experts is not None: 0 for layout in layouts}
+            for layout in layouts:
+                kind, size = layout.experts is not None, layout.region_bytes + layout.dequantized_bytes
+                sizes[kind] = max(sizes[kind], size)
+            if sizes[True] <= sizes[False]:
+                return
 
     def with_frozen_on_disk(self) -> Job:
         """This job with frozen weights in a file."""

@@ -11,11 +11,12 @@ import torch
 import transformers
 
 from rpft.model.adapters import LoraSettings, inject_lora
+from rpft.model.cut_experts import ever_more_groups
 from rpft.model.layers import build_layers
 from rpft.model.moments import StateFormat
 from rpft.model.quant_choice import quantize_base
 from rpft.model.skeleton import build_model, cut
-from rpft.plan.bill import Billing, Workload, make_bill
+from rpft.plan.bill import Workload, least_device_bytes, make_bill
 from rpft.plan.choose import choose_plan, model_shape, step_shape
 from rpft.plan.costs import measured_costs
 from rpft.plan.machine import datasheet_profiles, read_machine
@@ -120,6 +121,37 @@ def test_an_nf4_base_of_235b_fits_ordinary_ram_and_a_card_of_24_gib():
     assert bill.host <= limit
     assert bill.host_parts["weights, gradients, optimizer state"] <= 1 << 30
     assert 114 << 30 <= bill.frozen_file <= 116 << 30
+
+
+def test_deepseek_v3_fits_a_card_of_24_gib_only_with_its_experts_in_layers_of_their_own():
+    config = transformers.DeepseekV3Config(
+        vocab_size=129280,
+        hidden_size=7168,
+        intermediate_size=18432,
+        moe_intermediate_size=2048,
+        num_hidden_layers=5,  # of 61, for the time that the test takes
+        num_attention_heads=128,
+        num_key_value_heads=128,
+        n_routed_experts=256,
+        num_experts_per_tok=8,
+        first_k_dense_replace=3,
+        n_group=8,
+        topk_group=4,
+    )
+    skeleton = cut(build_model(config, torch.bfloat16, "auto"))
+    inject_lora(skeleton, LoraSettings(16, 32, 0.0, ["q_a_proj", "q_b_proj", "o_proj"]), "shape")
+    quantize_base(skeleton, "nf4", torch.bfloat16)
+    work = Workload(model_shape(config, 2), max_tokens=1024, accumulation=16, delayed=False)
+    assert least_device_bytes(build_layers(skeleton, torch.bfloat16), work) > CARD_BYTES
+    in_groups = next(ever_more_groups(skeleton, torch.bfloat16))
+    layouts = build_layers(in_groups, torch.bfloat16)
+    assert (in_groups.num_groups, len(layouts)) == (2, 1 + 3 + 2 * 3 + 1)
+    plan = choose_plan(layouts, in_groups, work, 8, 16, "layer", CARD_BYTES, None)
+    bill = make_bill(plan, layouts, work)
+    assert bill.device <= CARD_BYTES
+    assert bill.device_parts["a weight, dequantised"] == 128 * 2 * 2048 * 7168 * 2
+    whole = sum(layout.num_parameters for layout in build_layers(skeleton, torch.bfloat16))
+    assert sum(layout.num_parameters for layout in layouts) == whole
 
 
 @pytest.mark.parametrize(
