@@ -27,7 +27,6 @@ from rpft.model.head import HeadLoss
 from rpft.model.kept import FromForward
 from rpft.model.packed_attention import NAME as PACKED
 from rpft.model.packed_attention import masks_from
-from rpft.model.parts import Part
 from rpft.model.probe import Probe
 from rpft.model.skeleton import (
     EmbeddingStub,
@@ -89,7 +88,7 @@ class LayerFunctions:
         self._hidden_size: int = model.config.get_text_config().hidden_size
         self.prefix = skeleton.trunk_path + "."
         self._parts = skeleton.parts
-        self._prefixes = [_prefix(skeleton, part) for part in self._parts]
+        self._prefixes = [f"{skeleton.blocks_path}.{part.block}." for part in self._parts]
         self._kinds = kinds_of_parts(skeleton)
         first_of_kind = [self._parts[self._kinds.index(kind)] for kind in range(max(self._kinds) + 1)]
         self._templates = [self._place(template_of(skeleton, part)) for part in first_of_kind]
@@ -100,7 +99,7 @@ class LayerFunctions:
                 f"block {part.block}{part.mark}",
                 template,
                 shared,
-                {_own_name(name, part): packed for name, packed in skeleton.quantized_in(part).items()},
+                {part.own_name(name): packed for name, packed in skeleton.quantized_in(part).items()},
                 skeleton.choices[part.block] if part.experts is None else (),
                 skeleton.routers[part.block] if part.experts is None and skeleton.router_loss else None,
                 skeleton.router_loss,
@@ -331,11 +330,11 @@ class LayerFunctions:
         return block.keep_options(hidden, own, call)
 
     def _block(self, layer: int, weights: Weights, batch: DeviceBatch) -> tuple[Block, Weights, BlockCall]:
-        part, own = self._parts[layer - 1], self._strip(weights, self._prefixes[layer - 1])
-        block = self._block_kinds[self._kinds[layer - 1]]
+        part, block = self._parts[layer - 1], self._block_kinds[self._kinds[layer - 1]]
+        own = self._strip(weights, self._prefixes[layer - 1])
         if part.experts is None:
             return block, own, self.context(batch)[part.block]
-        return block, {name.replace(part.mark, ""): weight for name, weight in own.items()}, _NOTHING
+        return block, {part.own_name(name): weight for name, weight in own.items()}, _NOTHING
 
     def _place_of(self, layer: int, key: int | None) -> int | None:
         """Places the dropout of a layer: by its block, however that is cut."""
@@ -381,17 +380,6 @@ class LayerFunctions:
         inner = {name: weight for name, weight in weights.items() if name.startswith(self.prefix)}
         final = self.finish(hidden, inner, batch.input_ids, batch.position_ids)
         return self.head_logits(final, weights).view(*hidden.shape[:2], -1)
-
-
-def _prefix(skeleton: Skeleton, part: Part) -> str:
-    """What the names of the tensors of ``part`` begin with."""
-    inside = part.stack.prefix if part.stack is not None and part.experts is not None else ""
-    return f"{skeleton.blocks_path}.{part.block}.{inside}"
-
-
-def _own_name(name: str, part: Part) -> str:
-    """Of a tensor of ``part``, ``name`` in its block, the name in the module that runs."""
-    return name.removeprefix(part.stack.prefix) if part.stack is not None and part.experts is not None else name
 
 
 class _Prefixed(NamedTuple):

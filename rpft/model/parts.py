@@ -71,6 +71,12 @@ class Part(NamedTuple):
         """What the names of its tensors have at the end, so that they differ from those of the other groups."""
         return "" if self.experts is None else f"[{self.experts.start}:{self.experts.stop}]"
 
+    def own_name(self, name: str) -> str:
+        """Of a tensor that is ``name`` in the block, with its mark or without, that in the module that runs."""
+        if self.stack is None or self.experts is None:
+            return name
+        return name.removeprefix(self.stack.prefix).replace(self.mark, "")
+
     def extra_elements(self, hidden_size: int) -> int:
         """Elements a token that it is given beyond one hidden state: see model/expert_groups.py."""
         if self.stack is None or self.experts is None:
