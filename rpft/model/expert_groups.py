@@ -68,7 +68,8 @@ def make_front(block: nn.Module, stack: Stack) -> None:
         asked.calls.clear()
         output = whole(hidden, *args, **kwargs)
         output = output[0] if isinstance(output, tuple) else output
-        given, indices, weights = asked.take()
+        ((given, indices, weights),) = asked.calls
+        asked.calls.clear()
         return _joined(output, given.view_as(output), weights, indices)
 
     block.forward = forward  # type: ignore[method-assign]
@@ -113,15 +114,11 @@ class Asked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[torch.Tensor, ...]] = []
+        """Hidden states [tokens, hidden], indices and weights [tokens, picked] of each call."""
 
     def forward(self, *asked: torch.Tensor) -> torch.Tensor:
         self.calls.append(asked)
         return torch.zeros_like(asked[0])
-
-    def take(self) -> list[torch.Tensor]:
-        """Hidden states [tokens, hidden], indices and weights [tokens, picked]; several calls had some each."""
-        calls, self.calls = self.calls, []
-        return [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*calls, strict=True)]
 
 
 def _joined(

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from rpft.model.expert_groups import Asked
 from rpft.model.probe import Probe
 
 _MOST_BYTES = 1 << 30
@@ -66,7 +67,7 @@ def _width(module: nn.Module) -> int | None:
     """Of the widest tensor inside ``module``; None where it is no MLP."""
     shapes = [p.shape for p in module.parameters()]
     matrices = [shape for shape in shapes if len(shape) == 2]
-    experts = any(isinstance(child, nn.ModuleList) for child in module.modules())
+    experts = any(isinstance(child, (nn.ModuleList, Asked)) for child in module.modules())
     if experts or len(matrices) < 2 or any(len(shape) > 2 for shape in shapes):
         return None
     return max(max(shape) for shape in matrices)

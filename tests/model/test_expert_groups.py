@@ -153,7 +153,7 @@ def test_experts_that_do_not_skip_what_is_not_theirs_stay(
     checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     skeleton = frozen(checkpoint("qwen3_moe"))
-    kind = type(skeleton.blocks[0].mlp.experts)
+    kind: Any = type(skeleton.blocks[0].get_submodule("mlp.experts"))
     run = kind.forward
     monkeypatch.setattr(kind, "forward", lambda self, h, i, w: run(self, h, i.clamp(max=self.num_experts - 1), w))
     assert find_stacks(skeleton, torch.float32) == (None,) * 4
