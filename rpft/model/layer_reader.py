@@ -8,7 +8,7 @@ import torch
 
 from rpft.errors import UserError
 from rpft.model.checkpoint import Checkpoint
-from rpft.model.checkpoint_reads import ReadTensors, plan_reads
+from rpft.model.checkpoint_reads import Expert, ReadTensors, plan_reads
 from rpft.model.layout import LayerLayout
 from rpft.model.skeleton import Skeleton
 
@@ -27,8 +27,9 @@ class LayerReader:
         self._reads: list[list[ReadTensors]] = [[] for _ in layouts]
         reads, _ = plan_reads(checkpoint, skeleton, {})
         for name, read in reads.items():
-            if name in layer_of:
-                self._reads[layer_of[name]].append(read)
+            layer = layer_of.get(name.partition("[")[0])  # of one expert the stack is meant
+            if layer is not None:
+                self._reads[layer].append(read)
 
     def read(self, layer: int) -> dict[str, torch.Tensor]:
         """Tensors of ``layer`` by their names in the model before adapters, as the checkpoint holds them.
@@ -36,10 +37,17 @@ class LayerReader:
         UserError for one that is missing or has another shape than the config asks for.
         """
         found: dict[str, Any] = {}
+        specs = self._specs[layer]
         for read in self._reads[layer]:
-            found.update(read())
+            for name, value in read().items():
+                if not isinstance(value, Expert):
+                    found[name] = value
+                elif name in specs and value.value.shape == specs[name].shape[1:]:
+                    if name not in found:
+                        found[name] = value.value.new_empty(specs[name].shape)
+                    found[name][value.number].copy_(value.value)
         tensors = {}
-        for name, spec in self._specs[layer].items():
+        for name, spec in specs.items():
             tensor = found.get(name, self._buffers.get(spec.name))
             shape = None if tensor is None else tuple(tensor.shape)
             if tensor is None or shape != spec.shape:

@@ -40,6 +40,15 @@ def lora(project: Any) -> Project:
     return made
 
 
+@pytest.fixture(scope="module")
+def experts(project: Any) -> Project:
+    """A finished LoRA run of a mixture of experts, whose checkpoint holds them one by one."""
+    adapter = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "o_proj"]}
+    made = project("export experts", "qwen3_moe", sections={**SAVING, "adapter": adapter})
+    made.train_well("out")
+    return made
+
+
 def export(run: Path, *words: str) -> Ran:
     return run_rpft("export", str(run), *words)
 
@@ -99,6 +108,16 @@ def test_an_adapter_is_merged_in_float32_and_rounded_once(lora: Project, tmp_pat
     halves = load_file(export_well(run, tmp_path / "fp16", "--dtype", "fp16") / "model.safetensors")
     assert all(torch.equal(whole[name].half(), halves[name]) for name in whole)
     assert json.loads((tmp_path / "fp16" / "config.json").read_text())["dtype"] == "float16"
+
+
+@pytest.mark.parametrize("checkpoint", ["latest", "step-00000002"])
+def test_experts_that_lie_one_by_one_are_in_the_export(checkpoint: str, experts: Project, tmp_path: Path) -> None:
+    run, base = experts.folder / "out", experts.folder / "base"
+    adapter = export_well(run, tmp_path / "adapter", "--adapter-only", "--checkpoint", checkpoint)
+    folder = export_well(run, tmp_path / "model", "--dtype", "fp32", "--checkpoint", checkpoint)
+    beside = logits(base, adapter)
+    assert torch.allclose(logits(folder), beside, atol=1e-4 * beside.abs().max().item())
+    assert not torch.allclose(logits(folder), logits(base), atol=1e-4 * beside.abs().max().item())
 
 
 def test_a_merge_of_the_best_checkpoint_is_of_that_step(lora: Project, tmp_path: Path) -> None:
