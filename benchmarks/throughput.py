@@ -33,7 +33,9 @@ from rpft.engine.engine import Engine
 from rpft.engine.failure import Failure
 from rpft.engine.slot import HostBatch
 from rpft.engine.tracer import Tracer
+from rpft.model.cut_experts import cut_experts
 from rpft.model.host_store import HostStore
+from rpft.model.layers import build_layers
 from rpft.optim.host_optimizer import UpdateResult
 from rpft.optim.one_pass import OnePass
 from rpft.plan.bill import available_host_bytes, gib
@@ -56,6 +58,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--update", type=lambda text: text.split(","), default=["sync"])
     parser.add_argument("--emulate-link", type=numbers, default=[0], help="GB/s each way; 0: the link as it is")
     parser.add_argument("--trace", type=Path, help="folder for a Chrome trace of three more steps of each")
+    parser.add_argument("--expert-groups", type=int, default=1, help="layers of its own for a block's experts")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -100,13 +103,19 @@ def steps_of(arguments: argparse.Namespace) -> list[Step]:
 class Model:
     """A model with random weights: what all combinations share."""
 
-    def __init__(self, arguments: argparse.Namespace, step: Step, quiet: bool = False) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, step: Step, quiet: bool = False, expert_groups: int = 1
+    ) -> None:
         """``step``: any of those that will be run. ``quiet``: whether profiles are not printed."""
         self.arguments, self._quiet = arguments, quiet
         most = max(arguments.workers) if all(arguments.workers) else 0
         torch.use_deterministic_algorithms(arguments.deterministic)
         recipe = make_recipe(arguments, step, "sync", most, 0)
-        self.bench = workbench(make_job(recipe, step), make_devices(recipe.engine))
+        job = make_job(recipe, step)
+        if expert_groups > 1:
+            skeleton = cut_experts(job.skeleton, expert_groups, job.dtype)
+            job = replace(job, skeleton=skeleton, layouts=build_layers(skeleton, job.dtype))
+        self.bench = workbench(job, make_devices(recipe.engine))
         self._profiles: dict[tuple[Step, int], Profile] = {}
         self._store: HostStore | None = None
 
@@ -269,6 +278,7 @@ def measure(run: Run) -> list[dict[str, Any]]:
             f"LoRA r{arguments.lora}" if arguments.lora else "full",
             *([arguments.quantize] if arguments.quantize != "none" else []),
             *([f"{arguments.state} moments"] if arguments.state != "fp32" else []),
+            *([f"{arguments.expert_groups} groups of experts"] if arguments.expert_groups > 1 else []),
             f"{run.update}, {len(peaks)} worker(s), {step.rows} x {step.sequence}, M = {step.microbatches}",
             *([f"(link emulated at {run.link} GB/s)"] if run.link else []),
         ]
@@ -323,7 +333,7 @@ def main() -> int:
     arguments = parse()
     started = time.perf_counter()
     steps = steps_of(arguments)
-    model = Model(arguments, steps[0])
+    model = Model(arguments, steps[0], expert_groups=arguments.expert_groups)
     print(f"ready after {time.perf_counter() - started:.0f} s", flush=True)
     results, names = [], []
     updates = sorted(set(arguments.update), reverse=True)  # sync first: a delayed one changes the store
