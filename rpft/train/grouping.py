@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
@@ -44,7 +45,9 @@ def _plan_or_fault(job: Job, plan: Callable[[Job], AnyPlanned]) -> AnyPlanned | 
     try:
         return plan(job)
     except LayerTooLarge as fault:
-        return fault
+        said = str(fault)
+    gc.collect()  # the traceback, whose frames hold what was on the device
+    return LayerTooLarge(said)
 
 
 def _fits(planned: AnyPlanned | LayerTooLarge) -> TypeGuard[AnyPlanned]:

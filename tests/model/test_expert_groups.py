@@ -20,7 +20,10 @@ from rpft.model.expert_groups import example_input
 from rpft.model.layers import freeze_all, layer_names
 from rpft.model.skeleton import Skeleton
 
-FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss", "olmoe", "deepseek_v3", "qwen3_next"]
+FAMILIES = [
+    *("mixtral", "gpt_oss", "deepseek_v3"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_moe", "olmoe", "qwen3_next")),
+]
 LORA = LoraSettings(4, 8.0, 0.0, ["q_proj", "o_proj", "kv_b_proj"])
 Checkpoints = Callable[..., Path]
 

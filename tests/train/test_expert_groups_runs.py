@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.recipes import Project, crash_at, run_rpft
+
+from rpft.plan.plan import Plan, Stage
+from rpft.recipe.load import load_recipe
+from rpft.train.grouping import plan_groups
+from rpft.train.job import Job, read_job
+from rpft.train.kernels import KernelChoice
+from rpft.train.measuring import LayerTooLarge
 
 LORA = {"adapter": {"r": 4, "target_modules": ["q_proj", "v_proj"]}, "checkpoint": {"every_steps": 2}}
 WIDE = {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
@@ -113,3 +122,31 @@ def test_a_plan_in_groups_that_the_model_does_not_have_is_refused(made: Project,
     assert ran.code == 2
     assert "cannot be in 5 groups" in ran.err
     assert "possible: 1, 2, 4, 8, 16, 32" in ran.err
+
+
+def test_what_turns_out_too_large_when_it_is_measured_is_cut_further(made: Project) -> None:
+    job, tried = read_job(load_recipe(made.recipe), KernelChoice("eager")), []
+
+    def plan_from(enough: int) -> Any:
+        def plan(job: Job) -> Any:
+            tried.append(job.skeleton.num_groups)
+            if tried[-1] < enough:
+                raise LayerTooLarge(f"{tried[-1]} do not do")
+            return SimpleNamespace(short_of=["host_bytes"], layouts=job.layouts)
+
+        return plan
+
+    found = plan_groups(job, 1 << 30, plan_from(4))
+    assert tried == [1, 2, 4]
+    assert len(found.layouts) == 2 + 4 * 5
+    tried.clear()
+    with pytest.raises(LayerTooLarge, match="1 do not do"):
+        plan_groups(job, 1 << 30, plan_from(1000))
+    assert tried == [1, 2, 4, 8, 16, 32], "until a group takes less than a front, of which more would be of no use"
+
+
+def test_nothing_is_cut_for_workers_without_memory_of_their_own_or_a_plan_that_is_given(made: Project) -> None:
+    job = read_job(load_recipe(made.recipe), KernelChoice("eager"))
+    given: Any = Plan((), (Stage(0, 5),), 4, "stage")
+    for one, limit in ((job, None), (replace(job, given=given), 1)):
+        assert plan_groups(one, limit, lambda job: SimpleNamespace(job=job)).job is one  # type: ignore[type-var]
