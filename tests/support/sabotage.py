@@ -143,9 +143,11 @@ class Work:
     def __call__(self) -> None:
         if self.held:
             self._sabotage.harmed.wait(self._sabotage.patience_seconds)
-        self._task()
-        if self._does_harm:
-            self._sabotage.harmed.set()
+        try:
+            self._task()
+        finally:  # harm may be that it raises; what is held back would else outlive the run by half a minute
+            if self._does_harm:
+                self._sabotage.harmed.set()
 
 
 class SabotagedStream(Stream):
