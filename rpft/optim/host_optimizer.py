@@ -43,7 +43,7 @@ class UpdateResult:
     skipped_steps: int
     """Skipped since the run began, this one included."""
     update_seconds: float = field(default=0.0, compare=False)
-    """From the arrival of the last gradient to the last layer's update: how far it came behind the workers."""
+    """From the arrival of the last gradient until all layers are updated: how far that came behind the workers."""
     layer_norms: tuple[float | None, ...] = ()
     """As ``grad_norm``, of embedding, blocks and head, however these are cut into layers; None: it has no trained
     weight of its own. Of a step passed over: ()."""

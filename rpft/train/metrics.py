@@ -35,7 +35,7 @@ class StepRecord:
     devices: list[dict[str, Any]]
     """[{name, peak_bytes}], one a worker."""
     optimizer_seconds: float = 0.0
-    """From the arrival of the step's last gradient to the last layer's update."""
+    """From the arrival of the step's last gradient until all layers are updated."""
     router_aux_loss: float | None = None
     """Load-balancing loss of the routers, without its coefficient and no part of ``loss``; no key where None."""
 
