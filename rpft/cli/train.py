@@ -80,7 +80,7 @@ def train(
     """Fine-tune a model as RECIPE says.
 
     Exit code: 0 done, 2 bad input, 130 (Ctrl-C), 143 (SIGTERM) or 129 (closed terminal) interrupted and saved;
-    3 out of memory, 4 no progress, 5 disk, 6 loss not finite, 1 any other fault.
+    3 out of memory, 4 no progress, 5 disk, 6 loss not finite or jumping, 1 any other fault.
 
     Examples:
 
