@@ -15,8 +15,10 @@ from typing import Any
 from rpft.errors import UserError
 from rpft.plan.costs import LayerLoad
 from rpft.plan.plan import Plan, Stage
+from rpft.plan.rates import AT_ONCE
 from rpft.plan.schedules import StageTime, Timeline, breadth_first, one_f_one_b
-from rpft.plan.simulate import AT_ONCE, StepShape, step_seconds
+from rpft.plan.simulate import step_seconds
+from rpft.plan.step_shape import StepShape
 
 _TIMES = ("layer_forward", "layer_backward", "head_forward", "head_backward", "hop")
 _SPLITS = ("one_per_gpu", "looped", "forward", "backward")

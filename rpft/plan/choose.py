@@ -15,7 +15,9 @@ from rpft.plan.dispatch import dispatched
 from rpft.plan.partition import Fits, Seconds, balanced_plan, improved, is_small, with_smaller_fused_stage
 from rpft.plan.plan import Plan, smallest_stages
 from rpft.plan.profile import LayerProfile
-from rpft.plan.simulate import ASSUMED_RATES, Rates, StepShape, step_seconds, steps_seconds
+from rpft.plan.rates import ASSUMED_RATES, Rates
+from rpft.plan.simulate import step_seconds, steps_seconds
+from rpft.plan.step_shape import StepShape
 
 _FILLED_WITH_RESIDENTS = 0.95
 """Share of the device memory up to which frozen weights may stay: the allocator's fragments need some too."""

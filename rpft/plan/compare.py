@@ -23,8 +23,10 @@ from rpft.plan.model_shapes import read_shape
 from rpft.plan.partition import divisors, even_stages
 from rpft.plan.plan import Plan, Stage
 from rpft.plan.predict import even_seconds
+from rpft.plan.rates import Rates
 from rpft.plan.schedules import StageTime, Timeline, breadth_first, one_f_one_b
-from rpft.plan.simulate import Rates, StepShape, step_seconds
+from rpft.plan.simulate import step_seconds
+from rpft.plan.step_shape import StepShape
 
 _STAGES_A_WORKER = 8
 """That looped and interleaved schedules are tried with, at most."""

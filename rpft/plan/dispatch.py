@@ -15,7 +15,9 @@ import numpy as np
 
 from rpft.plan.plan import Plan
 from rpft.plan.pool import Pool
-from rpft.plan.simulate import PlayOn, Rates, Run, StepShape, step_seconds, steps_seconds
+from rpft.plan.rates import Rates
+from rpft.plan.simulate import PlayOn, Run, step_seconds, steps_seconds
+from rpft.plan.step_shape import StepShape
 
 _WORTH_LEAVING_TURNS = 0.005
 """Share of a step that an order other than in turn must save."""

@@ -25,7 +25,7 @@ from rpft.model.skeleton import Skeleton
 from rpft.plan.bill import HEAD_CHUNK_BYTES_PER_LOGIT, Workload, estimated_block_bytes
 from rpft.plan.costs import layer_costs
 from rpft.plan.profile import LayerProfile
-from rpft.plan.simulate import Rates
+from rpft.plan.rates import Rates
 from rpft.recipe.section import Section, listed
 
 ACHIEVED = 0.71

@@ -20,7 +20,9 @@ import numpy as np
 
 from rpft.plan.costs import LayerCost, layer_loads
 from rpft.plan.plan import Plan, Stage
-from rpft.plan.simulate import AT_ONCE, StepShape, steps_seconds
+from rpft.plan.rates import AT_ONCE
+from rpft.plan.simulate import steps_seconds
+from rpft.plan.step_shape import StepShape
 
 Fits = Callable[[Plan], bool]
 Seconds = Callable[[Sequence[Plan]], np.ndarray]

@@ -8,7 +8,9 @@ import numpy as np
 
 from rpft.plan.plan import Plan, Stage
 from rpft.plan.pool import SlotTimes, SlotWork
-from rpft.plan.simulate import Rates, StepShape, steps_warm, watched_steps
+from rpft.plan.rates import Rates
+from rpft.plan.simulate import steps_warm, watched_steps
+from rpft.plan.step_shape import StepShape
 
 Stretch = tuple[float, float]
 """(start, end) in seconds since the run began."""

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rpft.plan.plan import Plan
-from rpft.plan.simulate import AT_ONCE, Rates, StepShape, step_seconds
+from rpft.plan.rates import AT_ONCE, Rates
+from rpft.plan.simulate import step_seconds
+from rpft.plan.step_shape import StepShape
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 from rpft import files, host
 from rpft.errors import UserError
 from rpft.plan.profile import LayerProfile
-from rpft.plan.simulate import Rates
+from rpft.plan.rates import Rates
 
 PROFILE_VERSION = 2
 

@@ -7,17 +7,14 @@ slots gives every time. Times are arrays: a search plays hundreds of plans side 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from rpft.plan.costs import LayerLoad
 from rpft.plan.plan import Plan
 from rpft.plan.pool import Pool, SlotTimes, SlotWork, slower_beside
-
-_SLOT_SECONDS = 3e-4
-"""What it takes to begin and end a slot."""
+from rpft.plan.rates import Rates
+from rpft.plan.step_shape import StepShape
 
 _STEPS_WARM = 2
 _TURNS_WARM = 3
@@ -27,59 +24,6 @@ _TURNS_TIMED = 8
 
 _FEW_AT_ONCE, _MOST_AT_ONCE = 64, 1024
 """Plans played side by side: a few take no longer than one, and of so many the times stay in the cache."""
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What moves bytes and updates parameters, a second."""
-
-    up: float
-    """Bytes from host to one device."""
-    down: float
-    update: float
-    """Parameters that the optimizer updates."""
-    workers_per_switch: int = 1
-    """Workers whose links meet in one switch."""
-    switch_share: float = 0.0
-    """A link's bytes a second over those of its switch; 0 where the switch carries all its links at once."""
-    memory: float = np.inf
-    """Bytes of copies for which an update beside them ends a second later, since it gets of the host's memory what
-    copies leave: at ``c`` bytes a second they leave it ``1 - c / memory`` of its rate."""
-    copies_beside: float = 1.0
-    """Share of its rate that an upload of weights keeps while an update is under way. Hidden states wait for
-    compute rather than for the link, and are not slowed down."""
-    moments: float = np.inf
-    """Parameters whose moments the disk reads and writes back; without end where they lie in RAM."""
-
-
-ASSUMED_RATES = Rates(up=25e9, down=25e9, update=2e9, memory=70e9)
-"""PCIe 4 x16 and a desktop's memory, where nothing was measured."""
-
-AT_ONCE = Rates(np.inf, np.inf, np.inf)
-"""Where only compute takes time."""
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """What of a run decides how its steps go, beside the plan."""
-
-    loads: Sequence[LayerLoad]
-    tokens: int
-    """Of a microbatch."""
-    boundary_bytes: int
-    num_workers: int
-    rounds: int
-    delayed: bool
-    hop: float = 0.0
-    """From the end of a microbatch in one slot to its start in the next, beside what the links take."""
-    slot_seconds: float = _SLOT_SECONDS
-    speeds: Sequence[float] | None = None
-    """Of each worker, where they differ: how many times as fast as the loads say."""
-
-    @property
-    def mixed(self) -> bool:
-        """Whether workers differ in speed."""
-        return self.speeds is not None and len(set(self.speeds)) > 1
 
 
 PlayOn = Callable[[Pool, "int | np.ndarray"], SlotTimes]

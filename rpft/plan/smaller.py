@@ -20,7 +20,7 @@ from rpft.model.skeleton import Skeleton
 from rpft.plan.bill import Billing, Workload
 from rpft.plan.choose import choose_plan
 from rpft.plan.plan import Plan
-from rpft.plan.simulate import Rates
+from rpft.plan.rates import Rates
 
 _SHARE = 0.9
 """Of a device's bill that the next one may have."""

@@ -21,9 +21,11 @@ from rpft.plan.plan import Plan
 from rpft.plan.predict import Prediction, predict
 from rpft.plan.profile import LayerProfile
 from rpft.plan.profile_file import Profile
-from rpft.plan.simulate import ASSUMED_RATES, Rates, StepShape, step_seconds
+from rpft.plan.rates import ASSUMED_RATES, Rates
+from rpft.plan.simulate import step_seconds
 from rpft.plan.sizes import frozen_bytes_up
 from rpft.plan.smaller import smaller_plan
+from rpft.plan.step_shape import StepShape
 from rpft.recipe.schema import Recipe
 from rpft.train.checkpoint import checkpoint_bytes
 from rpft.train.dividing import plan_rounds, plan_rows

@@ -16,7 +16,7 @@ from rpft.optim.one_pass import prepare as prepare_one_pass
 from rpft.plan.bill import available_host_bytes
 from rpft.plan.disk_rate import disk_rate, turnover_rate, write_rate
 from rpft.plan.profile_file import Profile
-from rpft.plan.simulate import ASSUMED_RATES
+from rpft.plan.rates import ASSUMED_RATES
 from rpft.recipe.schema import Recipe
 from rpft.recipe.sections.engine import Engine
 from rpft.train.dividing import plan_rows

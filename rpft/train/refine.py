@@ -25,7 +25,8 @@ from rpft.plan.costs import layer_costs, measured_costs
 from rpft.plan.partition import improved
 from rpft.plan.plan import Plan, Stage
 from rpft.plan.profile import LayerProfile
-from rpft.plan.simulate import Rates, steps_seconds, update_seconds
+from rpft.plan.rates import Rates
+from rpft.plan.simulate import steps_seconds, update_seconds
 from rpft.train.dividing import AnyPlanned
 from rpft.train.planning import Planned, plan_in_rounds, scaled
 from rpft.train.prepare import Prepared

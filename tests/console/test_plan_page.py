@@ -13,7 +13,8 @@ from rpft.draw.page import page
 from rpft.plan.costs import LayerLoad
 from rpft.plan.plan import Plan, Stage
 from rpft.plan.playback import play_back
-from rpft.plan.simulate import ASSUMED_RATES, StepShape
+from rpft.plan.rates import ASSUMED_RATES
+from rpft.plan.step_shape import StepShape
 
 
 @pytest.fixture(scope="module")

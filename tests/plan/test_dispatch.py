@@ -12,8 +12,10 @@ from rpft.plan.costs import LayerCost, LayerLoad
 from rpft.plan.dispatch import dispatched
 from rpft.plan.partition import balanced_plan
 from rpft.plan.plan import Plan, Stage
+from rpft.plan.rates import AT_ONCE, Rates
 from rpft.plan.schedules import StageTime, round_pipe
-from rpft.plan.simulate import AT_ONCE, Rates, StepShape, step_seconds, steps_seconds
+from rpft.plan.simulate import step_seconds, steps_seconds
+from rpft.plan.step_shape import StepShape
 
 SPEEDS = [[1.0, 0.5], [1.0, 1.0, 0.4], [1.0, 0.25, 0.25]]
 

@@ -16,7 +16,9 @@ from rpft.plan.costs import LayerCost, LayerLoad
 from rpft.plan.partition import balanced_plan, choose_num_microbatches, improved, with_smaller_fused_stage
 from rpft.plan.plan import Plan, Stage
 from rpft.plan.pool import serve
-from rpft.plan.simulate import AT_ONCE, Rates, StepShape, step_seconds, steps_seconds
+from rpft.plan.rates import AT_ONCE, Rates
+from rpft.plan.simulate import step_seconds, steps_seconds
+from rpft.plan.step_shape import StepShape
 
 # (workers, slots a round, rounds, microbatches) -> makespan, for slots of time 1: values of the closed form in the
 # RoundPipe paper (arXiv 2604.27085). It needs M >= N; where M is less the value is an independent event model's.

@@ -8,7 +8,9 @@ from support.engines import random_plan
 
 from rpft.plan.costs import LayerLoad
 from rpft.plan.playback import play_back
-from rpft.plan.simulate import ASSUMED_RATES, StepShape, slot_works, step_seconds
+from rpft.plan.rates import ASSUMED_RATES
+from rpft.plan.simulate import slot_works, step_seconds
+from rpft.plan.step_shape import StepShape
 
 
 def a_step(seed, delayed, rounds=2):

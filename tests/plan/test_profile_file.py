@@ -22,7 +22,9 @@ from rpft.plan.profile_file import (
     keep_cached,
     read_profile,
 )
-from rpft.plan.simulate import AT_ONCE, Rates, StepShape, step_seconds
+from rpft.plan.rates import AT_ONCE, Rates
+from rpft.plan.simulate import step_seconds
+from rpft.plan.step_shape import StepShape
 
 BLOCK = LayerProfile(2.0, 6.0, 10, 20, 30, 40, ((0, 1.0), (5, 0.5)))
 EMBEDDING, HEAD = LayerProfile(1.0, 1.0, 1, 1), LayerProfile(1.0, 4.0, 0, 9)

@@ -19,7 +19,8 @@ from rpft.plan.choose import choose_plan, model_shape, step_shape
 from rpft.plan.costs import measured_costs
 from rpft.plan.machine import datasheet_profiles, read_machine
 from rpft.plan.model_shapes import read_shape
-from rpft.plan.simulate import Rates, step_seconds
+from rpft.plan.rates import Rates
+from rpft.plan.simulate import step_seconds
 
 WORKERS, MICROBATCHES, MEASURED_TOKENS = 2, 3, 8 * 4096
 BLOCK_AND_HEAD = {

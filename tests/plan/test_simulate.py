@@ -15,7 +15,9 @@ from rpft.plan.plan import Plan, Stage
 from rpft.plan.playback import play_back
 from rpft.plan.pool import Pool, SlotWork
 from rpft.plan.predict import predict, roof_seconds
-from rpft.plan.simulate import AT_ONCE, Rates, StepShape, step_seconds, steps_seconds
+from rpft.plan.rates import AT_ONCE, Rates
+from rpft.plan.simulate import step_seconds, steps_seconds
+from rpft.plan.step_shape import StepShape
 
 seeds = st.integers(0, 10**6)
 

@@ -4,7 +4,8 @@ import random
 
 from rpft.plan.costs import LayerCost, LayerLoad
 from rpft.plan.plan import Plan
-from rpft.plan.simulate import Rates, StepShape
+from rpft.plan.rates import Rates
+from rpft.plan.step_shape import StepShape
 
 
 def makespan(slot_times: list[float], num_workers: int, num_microbatches: int, rounds: int) -> float:

@@ -11,7 +11,8 @@ from rpft.plan.bill import make_bill
 from rpft.plan.choose import step_shape
 from rpft.plan.costs import measured_costs
 from rpft.plan.profile import LayerProfile
-from rpft.plan.simulate import Rates, steps_seconds
+from rpft.plan.rates import Rates
+from rpft.plan.simulate import steps_seconds
 from rpft.recipe.load import load_recipe
 from rpft.train.dividing import plan_rows
 from rpft.train.job import read_job

@@ -9,7 +9,8 @@ import rpft.train.refine as refine
 from rpft.engine.trace import PART, TASK, Span, Trace
 from rpft.plan.plan import Plan, Stage, read_plan
 from rpft.plan.profile import LayerProfile
-from rpft.plan.simulate import Rates, update_seconds
+from rpft.plan.rates import Rates
+from rpft.plan.simulate import update_seconds
 from rpft.recipe.load import load_recipe
 from rpft.train.job import read_job
 from rpft.train.kernels import KernelChoice
