@@ -105,3 +105,16 @@ def layer_costs(layouts: list[LayerLayout], skeleton: Skeleton) -> list[LayerCos
             frozen += 0.0 if trained else size
         costs.append(LayerCost(forward, 2 * forward - frozen))
     return costs
+
+
+def scaled(profile: LayerProfile, share: float) -> LayerProfile:
+    """``profile`` for a microbatch of so many times the tokens: everything grows with them."""
+    return LayerProfile(
+        profile.forward_seconds * share,
+        profile.backward_seconds * share,
+        round(profile.forward_bytes * share),
+        round(profile.backward_bytes * share),
+        round(profile.kept_bytes * share),
+        round(profile.kept_backward_bytes * share),
+        profile.keep_options,
+    )

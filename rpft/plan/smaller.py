@@ -5,7 +5,7 @@ In this order, each only where the bill says that it takes less of a device and 
     1. nothing is kept beside the layers' inputs, no frozen weights stay
     2. recompute by layer
     3. stages of fewer layers, a tenth of the memory at a time
-    4. microbatches of fewer rows (train/planning.py, which knows of rows)
+    4. microbatches of fewer rows (train/smaller.py, which knows of rows)
 
 The first three change no bit of the result, the last one the order of a sum.
 """

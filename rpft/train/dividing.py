@@ -8,16 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
 
 from rpft.errors import UserError
 from rpft.plan.partition import divisors, is_small
 from rpft.train.job import Job
-
-if TYPE_CHECKING:
-    from rpft.train.planning import Planned
-
-AnyPlanned = TypeVar("AnyPlanned", bound="Planned")
+from rpft.train.planned import AnyPlanned, Planned
 
 _WORTH_ANOTHER = 0.005
 """Share of a step that another division than the first one tried must save."""

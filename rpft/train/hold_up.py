@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rpft.plan.bill import gib
-from rpft.train.planning import Planned
+from rpft.train.planned import Planned
 
 _WORTH_SAYING_SECONDS = 0.1
 

@@ -33,7 +33,6 @@ from rpft.train.interrupts import Interrupted, Interrupts, StoppedAtOnce
 from rpft.train.layer_norms import LayerNormsFile
 from rpft.train.machinery import Machinery
 from rpft.train.metrics import EvalRecord, MetricsFile, PlanRecord, RewindRecord
-from rpft.train.planning import what_is_smaller
 from rpft.train.prepare import Prepared
 from rpft.train.refine import FirstSteps
 from rpft.train.reporter import Reporter
@@ -41,6 +40,7 @@ from rpft.train.resume import about_run, checkpoint_folder, result_folder, run_i
 from rpft.train.rows import use_template
 from rpft.train.save_log import SaveLog
 from rpft.train.saver import Saver
+from rpft.train.smaller import what_is_smaller
 from rpft.train.spikes import Spike, SpikeGuard
 from rpft.train.tracing import StepTracing
 from rpft.train.watched import Watched

@@ -23,9 +23,9 @@ from rpft.optim.adamw import AdamW
 from rpft.optim.host_optimizer import HostOptimizer
 from rpft.optim.schedule import Schedule
 from rpft.train.checkpoint import TrainState
-from rpft.train.planning import smaller
 from rpft.train.prepare import Prepared
 from rpft.train.saver import Saver
+from rpft.train.smaller import smaller
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,8 @@ from rpft.plan.predict import Prediction
 from rpft.plan.simulate import slot_works
 from rpft.train.hold_up import about_saves
 from rpft.train.job import made_for
-from rpft.train.planning import MEMORY_NAMES, Planned
+from rpft.train.planned import MEMORY_NAMES, Planned
+from rpft.train.planning import full_prediction
 from rpft.train.tries import Tried, faster, smaller, tokens_per_second
 
 LIMITS = {
@@ -237,7 +238,7 @@ def report_plan(planned: Planned, machine: Machine | None = None) -> PlanReport:
 
     Changes are planned anew, each a search, and so is what memory costs: seconds for a large model.
     """
-    prediction = planned.full_prediction()
+    prediction = full_prediction(planned)
     assert prediction is not None, "layers have times: measured ones, or those of a datasheet"
     tried = faster(planned) if planned.fits else smaller(planned)
     return PlanReport(

@@ -24,8 +24,10 @@ from rpft.train.grouping import plan_groups
 from rpft.train.job import Job, read_job
 from rpft.train.kernels import choose_kernels
 from rpft.train.measuring import Say, Workbench
-from rpft.train.planning import Planned, Target, plan_job
+from rpft.train.planned import Planned
+from rpft.train.planning import plan_job
 from rpft.train.room import check_offload, room_apart, room_bytes
+from rpft.train.target import Target
 from rpft.train.tries import refuse_unless_fits
 
 logger = logging.getLogger(__name__)

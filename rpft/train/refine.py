@@ -21,14 +21,14 @@ from rpft.engine.trace import PART, TASK, Trace
 from rpft.engine.tracer import Tracer, being_traced
 from rpft.plan.bill import Billing
 from rpft.plan.choose import step_shape
-from rpft.plan.costs import layer_costs, measured_costs
+from rpft.plan.costs import layer_costs, measured_costs, scaled
 from rpft.plan.partition import improved
 from rpft.plan.plan import Plan, Stage
 from rpft.plan.profile import LayerProfile
 from rpft.plan.rates import Rates
 from rpft.plan.simulate import steps_seconds, update_seconds
-from rpft.train.dividing import AnyPlanned
-from rpft.train.planning import Planned, plan_in_rounds, scaled
+from rpft.train.planned import AnyPlanned, Planned
+from rpft.train.planning import plan_in_rounds
 from rpft.train.prepare import Prepared
 
 WORTH_A_CHANGE = 0.03

@@ -13,7 +13,7 @@ from rpft.errors import UserError
 from rpft.train.checkpoint import fault
 from rpft.train.layer_norms import LayerNormsFile
 from rpft.train.metrics import StepRecord
-from rpft.train.planning import PLAN_FILE
+from rpft.train.planned import PLAN_FILE
 from rpft.train.run_folder import ABOUT_FILE, RunFolder, open_run, read_json
 from rpft.train.run_lock import holder
 from rpft.train.samples import Sample, read_samples

@@ -11,11 +11,13 @@ from rpft.errors import UserError
 from rpft.model.layout import align
 from rpft.model.scratch_file import lies_in_ram
 from rpft.plan.bill import gib
+from rpft.plan.costs import scaled
 from rpft.plan.partition import choose_num_microbatches
 from rpft.plan.plan import Plan
 from rpft.recipe.schema import Recipe
 from rpft.recipe.sections.adapter import Adapter
-from rpft.train.planning import MEMORY_NAMES, Planned, plan_job, scaled
+from rpft.train.planned import MEMORY_NAMES, Planned
+from rpft.train.planning import plan_job
 from rpft.train.rows import PAD_TO_MULTIPLE
 
 _WORTH_A_CHANGE = 0.01

@@ -231,7 +231,7 @@ class Saving:
         """To be called in the child, before a trouble's."""
         from rpft import files
         from rpft.train import shards
-        from rpft.train.planning import Planned
+        from rpft.train.planned import Planned
 
         room, write = Planned.copies_bytes.func, files.write
 

@@ -14,7 +14,7 @@ from rpft.model.host_store import store_bytes
 from rpft.plan.bill import RESULT_EXTRAS_BYTES, available_host_bytes, gib
 from rpft.recipe.load import load_recipe
 from rpft.train.checkpoint import checkpoint_bytes
-from rpft.train.planning import COPIES
+from rpft.train.planned import COPIES
 from rpft.train.prepare import prepare
 from rpft.train.spare_memory import SpareMemory
 

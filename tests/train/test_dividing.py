@@ -17,7 +17,8 @@ from rpft.recipe.load import load_recipe
 from rpft.train.dividing import plan_rows
 from rpft.train.job import read_job
 from rpft.train.kernels import KernelChoice
-from rpft.train.planning import Target, plan_job
+from rpft.train.planning import plan_job
+from rpft.train.target import Target
 
 RATES = Rates(1e9, 1e9, 5e6)
 ROWS = 8

@@ -18,7 +18,8 @@ from rpft.engine.failure import POLL_SECONDS, Cancelled, Failure
 from rpft.optim.host_optimizer import HostOptimizer
 from rpft.plan.bill import estimated_block_bytes
 from rpft.train.machinery import Machinery
-from rpft.train.planning import Planned, plan_job
+from rpft.train.planned import Planned
+from rpft.train.planning import plan_job
 from rpft.train.saver import Saver
 
 KINDS = {

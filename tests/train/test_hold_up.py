@@ -9,7 +9,8 @@ from support.recipes import run_rpft
 from rpft.plan.disk_rate import write_rate
 from rpft.recipe.load import load_recipe
 from rpft.train.hold_up import about_saves
-from rpft.train.planning import COPIES, Planned, plan_job
+from rpft.train.planned import COPIES, Planned
+from rpft.train.planning import plan_job
 from rpft.train.prepare import prepare
 from rpft.train.tries import smaller
 

@@ -14,8 +14,9 @@ from rpft.plan.simulate import update_seconds
 from rpft.recipe.load import load_recipe
 from rpft.train.job import read_job
 from rpft.train.kernels import KernelChoice
-from rpft.train.planning import Target, plan_job
+from rpft.train.planning import plan_job
 from rpft.train.refine import FirstSteps, as_measured, replanned
+from rpft.train.target import Target
 
 RATES = Rates(1e9, 1e9, 5e6)
 TARGET = Target("a test", 2, None, 64 << 30, None, RATES)

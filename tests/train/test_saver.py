@@ -16,7 +16,7 @@ from rpft.model.layout import TensorSpec, build_layouts
 from rpft.plan.bill import RESULT_EXTRAS_BYTES
 from rpft.train import shards
 from rpft.train.checkpoint import CheckpointFolder
-from rpft.train.planning import Planned
+from rpft.train.planned import Planned
 from rpft.train.saver import Saver
 from rpft.train.shards import FileRecord, TensorEntry, file_record, shard_bytes, write_shard
 
