@@ -9,7 +9,6 @@ behind it.
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,28 +19,30 @@ from pathlib import Path
 import torch
 
 from rpft.engine.failure import Failure, out_of_device_memory
-from rpft.engine.slot import HostBatch
 from rpft.model.frozen_file import frozen_files
 from rpft.model.save import save_result
 from rpft.optim.host_optimizer import UpdateResult
 from rpft.plan.bill import gib
 from rpft.train.checkpoint import TrainState, read_state
 from rpft.train.checkpoint_layers import restore
-from rpft.train.faults import LOSS_SPIKE, keep_batches, not_finite, too_many_spikes
-from rpft.train.flight import Flight, to_host_batch
+from rpft.train.evaluation import Evaluations
+from rpft.train.faults import keep_batches, not_finite
+from rpft.train.flight import Flight
 from rpft.train.interrupts import Interrupted, Interrupts, StoppedAtOnce
 from rpft.train.layer_norms import LayerNormsFile
 from rpft.train.machinery import Machinery
-from rpft.train.metrics import EvalRecord, MetricsFile, PlanRecord, RewindRecord
+from rpft.train.metrics import MetricsFile, PlanRecord
 from rpft.train.prepare import Prepared
 from rpft.train.refine import FirstSteps
 from rpft.train.reporter import Reporter
 from rpft.train.resume import about_run, checkpoint_folder, result_folder, run_identity
+from rpft.train.rewind import Rewinds
 from rpft.train.rows import use_template
 from rpft.train.save_log import SaveLog
 from rpft.train.saver import Saver
+from rpft.train.saves import Saves
 from rpft.train.smaller import what_is_smaller
-from rpft.train.spikes import Spike, SpikeGuard
+from rpft.train.spikes import Spike
 from rpft.train.tracing import StepTracing
 from rpft.train.watched import Watched
 from rpft.train.weights import load_weights
@@ -57,26 +58,21 @@ class Trainer:
         self._prepared, self._reporter, self._recipe = prepared, reporter, recipe
         self._data = prepared.data
         self._num_steps = prepared.data.order.num_steps
-        self._delayed = recipe.optimizer.update == "delayed"
         self.output_dir = Path(recipe.output_dir)
         self._metrics = MetricsFile(self.output_dir)
         self._layer_norms = LayerNormsFile(self.output_dir)
         self._interrupts = Interrupts(reporter.say)
-        self._saves = SaveLog(reporter)
+        self._save_log = SaveLog(reporter)
         self._failure = Failure()
-        self._guard = SpikeGuard(recipe.checkpoint.spike_deviations, recipe.checkpoint.spike_steps)
         self._settled = False
-        self._eval_batches = self._evaluation_batches()
+        self._evaluations = Evaluations(prepared, self._metrics, reporter)
         self._state = TrainState(0, 0, 0, 0, None, None, run_identity(prepared), about_run(prepared))
         """After the last step whose update has been waited for."""
-
-    def _evaluation_batches(self) -> list[HostBatch]:
-        return [] if self._data.eval is None else [to_host_batch(b) for b in self._data.evaluation()]
 
     @property
     def last_checkpoint(self) -> Path | None:
         """The newest whole checkpoint that the run has written or come from."""
-        return self._saves.last_checkpoint
+        return self._save_log.last_checkpoint
 
     @property
     def last_step(self) -> int:
@@ -85,26 +81,29 @@ class Trainer:
 
     def run(self, resume_from: Path | None) -> Path:
         """Trains to the last step and gives the folder of the result. ``resume_from``: a checkpoint folder."""
+        recipe = self._recipe
         self._store = load_weights(self._prepared, self.output_dir, self._reporter.loading)
+        self._saver = Saver(
+            checkpoint_folder(recipe),
+            self._store,
+            self._failure,
+            lagging=self._prepared.delayed,
+            may_make_room=recipe.checkpoint.make_room,
+            before_commit=self._metrics.sync,
+        )
+        self._saves = Saves(recipe.checkpoint, self._saver, self._save_log)
+        self._rewinds = Rewinds(recipe, self._store, self._metrics, self._layer_norms, self._saves, self._reporter)
         if resume_from is not None:
-            restore(resume_from, self._store, lagging=self._delayed)
-            self._saves.last_checkpoint = resume_from
+            restore(resume_from, self._store, lagging=self._prepared.delayed)
+            self._save_log.last_checkpoint = resume_from
             self._state = replace(read_state(resume_from), run=self._state.run, about=self._state.about)
             missing = self._metrics.keep_until(self._state.step)
             self._layer_norms.keep_until(self._state.step)
             if missing:
                 self._reporter.say(f"metrics.jsonl lacks {len(missing)} of the steps up to {self._state.step}")
-            self._guard.begin(self._metrics.losses())
+            self._rewinds.begin()
         for device in self._prepared.devices:
             device.reset_peak()  # what measuring took is not the run's
-        self._saver = Saver(
-            checkpoint_folder(self._recipe),
-            self._store,
-            self._failure,
-            lagging=self._delayed,
-            may_make_room=self._recipe.checkpoint.make_room,
-            before_commit=self._metrics.sync,
-        )
         self._begin_at(self._state.step)
         self._first_steps = FirstSteps(self._prepared, self._state.step + 1, self._num_steps)
         self._machinery = Machinery(self._prepared, self._store, self._saver, self._failure, self._state)
@@ -132,8 +131,7 @@ class Trainer:
         """The last step that the engine was given and that is not undone."""
         self._past_boundary = step
         """The last step after which all that is due was done."""
-        self._evaluated = step or -1
-        """The last step after which there was an evaluation, or none is to be made up for; -1 before the first."""
+        self._evaluations.begin_at(step)
 
     # -- the loop ------------------------------------------------------------------------------------------
 
@@ -143,7 +141,7 @@ class Trainer:
         steps = self._recipe.engine.trace_steps
         self._tracing = StepTracing(self.output_dir, steps, streams, watched, self._reporter.say)
         self._reporter.begin(self._state.step + 1, self._num_steps, watched)
-        self._last_save = time.monotonic()
+        self._saves.begin()
         stop = self._stop_of(self._begin)
         while stop is not None:
             if isinstance(stop, Spike):
@@ -171,7 +169,7 @@ class Trainer:
     def _go_on(self) -> None:
         """Trains from where the run stands to its end."""
         self._mark = time.monotonic()
-        if self._eval_batches and self._evaluated < 0:
+        if self._evaluations.first_due:
             self._evaluate(0)
         self._at_boundary(self._submitted)
         self._tracing.begin(self._submitted, self._num_steps)
@@ -193,11 +191,10 @@ class Trainer:
             if better is not None:
                 self._change_plan(better)
         self._rest()
-        if self._eval_batches and not self._metrics.has_evaluation(self._num_steps):
+        if self._evaluations.final_due:
             self._evaluate(self._num_steps)
         self._tracing.close()
-        self._saver.wait()
-        self._saves.note(self._saver.take_reports())
+        self._saves.finish()
 
     def _make_smaller(self, error: BaseException) -> None:
         """After ``error``, a device without memory, begins anew with a smaller plan, behind the last update."""
@@ -210,7 +207,7 @@ class Trainer:
         now = self._machinery.prepared
         self._go_on_with(now)
         self._data = now.data
-        self._eval_batches = self._evaluation_batches()
+        self._evaluations.divide(now.data)
         said = str(error).splitlines()[0]
         plan = {**json.loads(now.plan.to_json()), "micro_batch_size": now.rows}
         self._metrics.append(PlanRecord(done, said, plan))
@@ -248,27 +245,25 @@ class Trainer:
         """What is due between ``step``, which is in flight, and the next, unless it was done."""
         if step <= self._past_boundary:
             return
-        every, last = self._recipe.train.eval_every, step == self._num_steps
-        evaluate = bool(self._eval_batches) and every is not None and step % every == 0 and not last
-        if evaluate and self._evaluated < step:
-            if self._delayed:
+        evaluate = self._evaluations.due(step)
+        if evaluate and self._evaluations.last_step < step:
+            if self._prepared.delayed:
                 self._finish_in_flight(left=1)
             else:
                 self._rest()
             self._evaluate(step)
             self._mark = time.monotonic()
         best = evaluate and self._state.best_step == step
-        asked = self._interrupts.asked if not last else None
-        if asked or self._save_due(step) or (best and self._recipe.checkpoint.keep_best):
+        asked = self._interrupts.asked if step != self._num_steps else None
+        if asked or self._saves.due(step) or (best and self._recipe.checkpoint.keep_best):
             self._save(step)
         if asked:
             self._finish_in_flight()
-            self._saver.wait()
-            self._saves.note(self._saver.take_reports(), may_fail=False)
-            assert self._saves.last_checkpoint is not None
+            self._saves.finish(may_fail=False)
+            assert self.last_checkpoint is not None
             self._tracing.close()
-            raise Interrupted(asked, step, self._saves.last_checkpoint)
-        self._saves.note(self._saver.take_reports())
+            raise Interrupted(asked, step, self.last_checkpoint)
+        self._saves.note()
         self._past_boundary = step
 
     def _rest(self) -> None:
@@ -294,9 +289,8 @@ class Trainer:
             prepared = self._prepared
             self._saver.take_memory(prepared.copies_bytes, prepared.target.ram_reserve_bytes)
         self._note(flight, result)
-        steps = self._guard.see(flight.step, result.loss_sum / flight.trained_tokens)
-        if steps is not None:
-            self._look_back(steps)
+        loss = result.loss_sum / flight.trained_tokens
+        self._rewinds.see(flight.step, loss, self._data, self._state.rewinds)
 
     def _note(self, flight: Flight, result: UpdateResult) -> None:
         """What follows from a step that is over, but for a spike of its loss."""
@@ -322,72 +316,23 @@ class Trainer:
             rows = keep_batches(self.output_dir, self._data, steps)
             raise not_finite(steps, self._prepared.dtype == torch.float16, rows)
 
-    def _look_back(self, steps: range) -> None:
-        """After a spike of the loss at ``steps``: raises Spike, or the end of the run, or says why neither."""
-        self._saver.wait()
-        self._saves.note(self._saver.take_reports())
-        settings, rewinds = self._recipe.checkpoint, self._state.rewinds
-        found = checkpoint_folder(self._recipe).newest_before(steps[0])
-        rows = keep_batches(self.output_dir, self._data, steps, LOSS_SPIKE)
-        if rewinds >= settings.most_rewinds:
-            raise too_many_spikes(steps, rewinds, rows, found)
-        if found is not None:
-            raise Spike(steps, found)
-        self._reporter.say(
-            f"the loss of steps {steps[0]} to {steps[-1]} was far above that of the steps before, and there is no"
-            f" checkpoint from before them to go back to: the run goes on. Look at their rows{rows}"
-        )
-
     def _go_back(self, spike: Spike) -> None:
-        """To the checkpoint before a spike."""
-        before, checkpoint = self._state, spike.checkpoint
-
-        def read() -> TrainState:
-            restore(checkpoint, self._store, lagging=self._delayed)
-            state = read_state(checkpoint)
-            passed_over = sorted({*before.passed_over, *state.passed_over, *spike.steps})
-            changed = {"passed_over": passed_over, "rewinds": before.rewinds + 1}
-            return replace(state, run=before.run, about=before.about, **changed)
-
-        self._state = state = self._machinery.go_back(read, spike)
-        checkpoint_folder(self._recipe).remove_after(checkpoint)
-        self._saves.note(self._saver.take_reports())
-        self._saves.last_checkpoint = checkpoint
-        self._metrics.keep_until(state.step)
-        self._layer_norms.keep_until(state.step)
-        self._metrics.append(RewindRecord(state.step, before.step, state.passed_over))
-        self._guard.begin(self._metrics.losses())
-        self._begin_at(state.step)
+        before = self._state
+        self._state = self._rewinds.go_back(spike, before, self._machinery)
+        self._rewinds.forget(spike, before, self._state)
+        self._begin_at(self._state.step)
         self._first_steps.forget()
         self._settled = False
-        self._reporter.say(f"{spike}: back to {checkpoint}, and these steps will be passed over")
 
     def _evaluate(self, step: int) -> None:
-        """Evaluates with the weights that the next step will see."""
-        tokens = sum(batch.trained_tokens for batch in self._eval_batches)
-        with self._machinery.watchdog.expecting(f"the evaluation after step {step}"):
-            loss = self._machinery.engine.evaluate(self._eval_batches) / tokens
-        self._evaluated = step
-        record = EvalRecord(step, loss, tokens)
-        self._metrics.append(record)
-        self._reporter.evaluated(record)
-        lowest = self._state.best_eval_loss
-        if step > 0 and math.isfinite(loss) and (lowest is None or loss < lowest):
-            self._state = replace(self._state, best_step=step, best_eval_loss=loss)
+        self._state = self._evaluations.evaluate(step, self._machinery, self._state)
 
     # -- saving --------------------------------------------------------------------------------------------
-
-    def _save_due(self, step: int) -> bool:
-        settings = self._recipe.checkpoint
-        by_steps = settings.every_steps is not None and step % settings.every_steps == 0
-        minutes = (time.monotonic() - self._last_save) / 60
-        return by_steps or (settings.every_minutes is not None and minutes >= settings.every_minutes)
 
     def _save(self, step: int) -> None:
         """Has the state after ``step`` written as soon as that step is finished."""
         self._finish_in_flight(left=1)  # one of them may be being saved
-        self._saver.arm(step)
-        self._last_save = time.monotonic()
+        self._saves.arm(step)
         if not self._in_flight:
             self._saver.start(self._state)
 
@@ -403,4 +348,4 @@ class Trainer:
     def _close(self, at_once: bool = False) -> None:
         """Ends all threads. A checkpoint that is being written is finished, since no update can reach it now."""
         self._machinery.close(at_once)
-        self._saves.note(self._saver.take_reports())
+        self._saves.note()
