@@ -234,4 +234,7 @@ class Stream:
     def join(self, timeout_seconds: float) -> bool:
         """Waits for the thread; False when it still runs."""
         self._thread.join(timeout_seconds)
-        return not self._thread.is_alive()
+        if self._thread.is_alive():
+            return False
+        self._tasks.clear()  # some may have come after a fault had ended it, and they hold a device's memory
+        return True

@@ -2,6 +2,7 @@
 
 import subprocess
 import threading
+import weakref
 
 import pytest
 import torch
@@ -73,6 +74,21 @@ def test_the_first_fault_is_kept_and_cancels_who_waits(pair):
     assert isinstance(failure.error, EngineError)
     with pytest.raises(Cancelled):
         failure.cancel_if_failed()
+
+
+def test_what_is_queued_after_a_fault_is_let_go_of_with_the_stream():
+    """It holds the buffers of the engine that failed, while the next one takes its own."""
+    failure = Failure()
+    stream = Stream("a", failure, Delays(None))
+    stream.run(lambda: 1 / 0, "a fault")
+    stream._thread.join(5.0)
+    buffer = torch.empty(1)
+    held = weakref.ref(buffer)
+    stream.run(lambda buffer=buffer: buffer, "what comes too late")
+    del buffer
+    stream.close()
+    assert stream.join(5.0)
+    assert held() is None
 
 
 def test_delays_replay_from_their_seed_and_differ_between_threads_and_seeds(monkeypatch):
