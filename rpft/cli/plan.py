@@ -115,7 +115,8 @@ def _show(report: PlanReport) -> None:
     line(f"recompute by {report.planned.plan.recompute}")
     if report.planned.choices:
         line(f"chosen: {'; '.join(report.planned.choices)}")
-    for about in (report.planned.about_groups, report.planned.about_disk, report.planned.about_offload):
+    planned = report.planned
+    for about in (planned.about_groups, planned.about_disk, planned.about_offload, about_saves(planned)):
         if about is not None:
             line(about)
     if report.planned.plan.dispatch:

@@ -270,7 +270,7 @@ def describe(prepared: Prepared) -> list[str]:
     )
     if prepared.choices:
         lines.append(f"chosen by the planner: {'; '.join(prepared.choices)}; recompute by {plan.recompute}")
-    abouts = prepared.about_groups, prepared.about_disk, prepared.about_offload
+    abouts = (prepared.about_groups, prepared.about_disk, prepared.about_offload, about_saves(prepared))
     lines += [about for about in abouts if about is not None]
     lines += _describe_kernels(prepared)
     lines.append(

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from rpft.engine.buffers import Boundary, BoundaryPool, Reading
+from rpft.engine.pace import Pace
 from rpft.engine.slot import GradientCopy, HostBatch, Slot, SlotKind, Task, WeightCopy
 from rpft.engine.streams import Event, happened
 from rpft.engine.worker import Worker
@@ -217,11 +218,11 @@ class Controller:
                 task, at = Task(*batch), turn.begins + m
                 for segment in segments[stage]:
                     if segment.first > 0:
-                        task.inputs[segment.first] = self._read(segment.first, inputs[segment.first][m])
+                        task.inputs[segment.first] = self._read(segment.first, inputs[segment.first][m], at)
                     for layer in [each for each in segment.layers if each in keeping]:
                         task.kept_inputs[layer] = self._kept.read(keeping[layer][m], at)
                 if gradients is not None:
-                    task.grad_input = self._read(stage.last + 1, gradients[m])
+                    task.grad_input = self._read(stage.last + 1, gradients[m], at)
                 if passes_on:
                     task.grad_output = self._acquire(stage.first, task.batch, 1)
                 tasks.append(task)
@@ -262,7 +263,7 @@ class Controller:
             tasks = [Task(*batch) for batch in batches]
             for m, task in enumerate(tasks):
                 if stage.first > 0:
-                    task.inputs[stage.first] = self._read(stage.first, kept[stage.first][m])
+                    task.inputs[stage.first] = self._read(stage.first, kept[stage.first][m], turn.begins + m)
                 for layer in range(stage.first + 1, stage.last + 2):
                     readers = later_readers(layer) + (layer in starts)
                     if readers:
@@ -283,17 +284,17 @@ class Controller:
         tasks = [Task(*batch) for batch in batches]
         if fused.first > 0:
             for m, task in enumerate(tasks):
-                task.inputs[fused.first] = self._read(fused.first, inputs[fused.first][m])
-        self._dispatch(SlotKind.LOSS, fused, (), tasks, [], losses, None)
+                task.inputs[fused.first] = self._read(fused.first, inputs[fused.first][m], turn.begins + m)
+        self._dispatch(turn, SlotKind.LOSS, fused, (), tasks, [], losses)
 
     def _acquire(self, layer: int, batch: HostBatch, num_readers: int) -> Boundary:
         """A boundary for the input of ``layer``, or the gradient of that, for one microbatch."""
         rows, sequence = batch.input_ids.shape
         return self._boundaries[layer].acquire((rows, sequence, self._widths[layer]), num_readers)
 
-    def _read(self, layer: int, boundary: Boundary) -> Reading:
-        """The next reading of a boundary that was acquired for ``layer``."""
-        return self._boundaries[layer].read(boundary)
+    def _read(self, layer: int, boundary: Boundary, at: int) -> Reading:
+        """The next reading of a boundary that was acquired for ``layer``; ``at``: about when, see ``Pace``."""
+        return self._boundaries[layer].read(boundary, at)
 
     def _gradient_copies(self, stage: Stage, ticket: Ticket, first: bool, last: bool) -> list[GradientCopy]:
         """How a stage's gradients come up (after the first round) and go down, last layer first."""

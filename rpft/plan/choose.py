@@ -139,7 +139,7 @@ def choose_plan(
         return improved(plan, as_full, partial(steps_seconds, shape=shape, rates=rates), rounds)[0]
     smallest = "layer" if recompute == "auto" else recompute
     single = smallest_stages(len(layouts), num_microbatches, smallest)
-    if fits(single):  # balanced forward stages hold several layers, which here is too many
+    if within(1.0)(single):  # balanced forward stages hold several layers, which here is too many
         return single
     plan = balanced_plan(costs_of(smallest), num_workers, num_microbatches, rounds, smallest, _has_smallest_stages)
     assert plan is not None

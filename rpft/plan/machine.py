@@ -223,6 +223,11 @@ def datasheet_profiles(
     return profiles
 
 
+def _update_bytes(state_format: StateFormat) -> float:
+    """Memory traffic for a parameter's update: a bfloat16 gradient, a master in two halves, the moments."""
+    return 10 + 2 * moments_bytes(state_format, BLOCK) / BLOCK
+
+
 def _bytes_beside_products(config: Any, work: Workload) -> tuple[float, float]:
     """Of one token and block: what a forward reads and writes of the card's memory that is no product's.
 

@@ -209,8 +209,10 @@ class Run:
         When it begins and ends, (2, column).
         """
         begun = np.maximum(self.optimizer, end)
-        written = begun + np.cumsum(self.updating, axis=0)
-        over = written[-1]
+        # Exact updates go from the first layer to the last, as their readers do, late ones the other way.
+        up, last = (slice(None, None, -1), 0) if self.shape.delayed else (slice(None), -1)
+        written = begun + np.cumsum(self.updating[up], axis=0)[up]
+        over = written[last]
         if self.watcher is not None:
             self.watcher.update(begun, over)
         self.optimizer = np.where(done, over, self.optimizer)

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeGuard, TypeVar
+from typing import TypeGuard
 
 from rpft.plan.bill import least_device_bytes
 from rpft.train.job import Job
 from rpft.train.measuring import LayerTooLarge
-
-if TYPE_CHECKING:
-    from rpft.train.planning import Planned
-
-AnyPlanned = TypeVar("AnyPlanned", bound="Planned")
+from rpft.train.planned import AnyPlanned
 
 
 def plan_groups(job: Job, vram_bytes: int | None, plan: Callable[[Job], AnyPlanned]) -> AnyPlanned:

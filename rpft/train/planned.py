@@ -147,6 +147,18 @@ class Planned(Job):
         )
 
     @property
+    def about_groups(self) -> str | None:
+        """Into what blocks are cut and why, for people; None where they are not."""
+        groups = self.skeleton.num_groups
+        if groups == 1:
+            return None
+        whole, layers = len(self.skeleton.blocks), len(self.layouts)
+        return (
+            f"the experts of a block are {groups} layers of their own, since a worker's memory does not do for a"
+            f" block in one: {whole + 2} layers have become {layers}"
+        )
+
+    @property
     def moments_beside_output(self) -> bool:
         """Whether moments lie on the disk of the output directory."""
         return self.offload is not None and self.target.offload_bytes is None
@@ -260,6 +272,7 @@ class Planned(Job):
         """What a plan file says beside the plan."""
         return {
             "micro_batch_size": self.rows,
+            "expert_groups": self.skeleton.num_groups,
             "rounds": self.rounds,
             "predicted": prediction and prediction.as_dict(),
             "memory": self.memory,

@@ -17,6 +17,7 @@ from rpft.plan.profile_file import Profile
 from rpft.plan.rates import ASSUMED_RATES
 from rpft.recipe.schema import Recipe
 from rpft.train.dividing import plan_rounds, plan_rows
+from rpft.train.grouping import plan_groups
 from rpft.train.job import Job, read_job
 from rpft.train.kernels import KernelChoice
 from rpft.train.planned import Planned

@@ -16,7 +16,7 @@ from rpft.model.layers import build_layers
 from rpft.model.moments import StateFormat
 from rpft.model.quant_choice import quantize_base
 from rpft.model.skeleton import build_model, cut
-from rpft.plan.bill import Workload, least_device_bytes, make_bill
+from rpft.plan.bill import Billing, Workload, least_device_bytes, make_bill
 from rpft.plan.choose import choose_plan, model_shape, step_shape
 from rpft.plan.costs import measured_costs
 from rpft.plan.machine import datasheet_profiles, read_machine
