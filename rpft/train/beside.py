@@ -15,7 +15,7 @@ from rpft.engine.streams import Delays, Event
 from rpft.optim.one_pass import OnePass, scratch
 from rpft.plan.profile_file import Beside
 
-_SECONDS = 0.1
+_SECONDS, _CPU_SECONDS = 0.1, 0.03
 """Of each measurement, at least."""
 
 _REPEATS = 5
@@ -43,25 +43,26 @@ def measure_beside(
 
     Copies go both ways to and from each of ``devices``, one after the other on streams as the engine has them,
     whose threads want cores too. Every run counts, since an update in training goes on for long. Takes about two
-    seconds.
+    seconds on GPUs.
     """
     on_cuda = devices[0].torch_device.type == "cuda"
     num_parameters = num_parameters or (_PARAMETERS if on_cuda else _CPU_PARAMETERS)
     copy_bytes = copy_bytes or (_COPY_BYTES if on_cuda else _CPU_COPY_BYTES)
+    seconds = _SECONDS if on_cuda else _CPU_SECONDS
     failure = Failure()
     update = scratch(kernels, num_parameters)
     copies: list[_Copies] = []
 
     def measure() -> tuple[float, Beside]:
         update()  # touches its pages, and starts its threads
-        alone, _ = _usual_rates(update, [], failure)
+        alone, _ = _usual_rates(update, [], failure, seconds)
         for each in copies:
             each.go()
         while any(each.copied < _COPIES_AHEAD * copy_bytes for each in copies):
             failure.raise_if_failed()
             time.sleep(1e-3)
-        _, copied_alone = _usual_rates(None, copies, failure)
-        beside, copied = _usual_rates(update, copies, failure)
+        _, copied_alone = _usual_rates(None, copies, failure, seconds)
+        beside, copied = _usual_rates(update, copies, failure, seconds)
         return alone * num_parameters, Beside(beside * num_parameters, copied, copied_alone)
 
     try:
@@ -108,14 +109,16 @@ class _Copies:
 
 
 def _usual_rates(
-    work: Callable[[], None] | None, copies: Sequence[_Copies], failure: Failure
+    work: Callable[[], None] | None, copies: Sequence[_Copies], failure: Failure, seconds: float
 ) -> tuple[float, float]:
     """The median of several ``_rates``, of each of both."""
-    runs, copied = zip(*(_rates(work, copies, failure) for _ in range(_REPEATS)), strict=True)
+    runs, copied = zip(*(_rates(work, copies, failure, seconds) for _ in range(_REPEATS)), strict=True)
     return statistics.median(runs), statistics.median(copied)
 
 
-def _rates(work: Callable[[], None] | None, copies: Sequence[_Copies], failure: Failure) -> tuple[float, float]:
+def _rates(
+    work: Callable[[], None] | None, copies: Sequence[_Copies], failure: Failure, at_least_seconds: float
+) -> tuple[float, float]:
     """(runs of ``work``, bytes of ``copies``) a second, until each of them has done something."""
     before = [each.copied for each in copies]
     runs, started = 0, time.perf_counter()
@@ -128,5 +131,5 @@ def _rates(work: Callable[[], None] | None, copies: Sequence[_Copies], failure: 
         seconds = time.perf_counter() - started
         copied = [each.copied - bytes_before for each, bytes_before in zip(copies, before, strict=True)]
         failure.raise_if_failed()
-        if seconds >= _SECONDS and all(copied):
+        if seconds >= at_least_seconds and all(copied):
             return runs / seconds, sum(copied) / seconds
