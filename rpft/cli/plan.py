@@ -104,7 +104,7 @@ def _report(settings: Recipe, machine: str | None) -> PlanReport:
 def _show(report: PlanReport) -> None:
     from rich.console import Console
 
-    from rpft.train.hold_up import about_saves
+    from rpft.train.plan_report import about_memory
 
     console, prediction = Console(highlight=False), report.prediction
 
@@ -115,10 +115,8 @@ def _show(report: PlanReport) -> None:
     line(f"recompute by {report.planned.plan.recompute}")
     if report.planned.choices:
         line(f"chosen: {'; '.join(report.planned.choices)}")
-    planned = report.planned
-    for about in (planned.about_groups, planned.about_disk, planned.about_offload, about_saves(planned)):
-        if about is not None:
-            line(about)
+    for _, said in about_memory(report.planned):
+        line(said)
     if report.planned.plan.dispatch:
         line(f"slots of a step go to workers {' '.join(map(str, report.planned.plan.dispatch))}, not in turn")
     kept = report.planned.plan.keep_bytes_per_token

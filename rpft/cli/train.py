@@ -243,7 +243,7 @@ def quiet_libraries() -> None:
 def describe(prepared: Prepared) -> list[str]:
     """What a run is, for people: model, data, plan, memory."""
     from rpft.plan.bill import gib
-    from rpft.train.hold_up import about_saves
+    from rpft.train.plan_report import about_memory
 
     recipe, plan, bill, data = prepared.recipe, prepared.plan, prepared.bill, prepared.data
     total = sum(layout.num_parameters for layout in prepared.layouts)
@@ -270,8 +270,7 @@ def describe(prepared: Prepared) -> list[str]:
     )
     if prepared.choices:
         lines.append(f"chosen by the planner: {'; '.join(prepared.choices)}; recompute by {plan.recompute}")
-    abouts = (prepared.about_groups, prepared.about_disk, prepared.about_offload, about_saves(prepared))
-    lines += [about for about in abouts if about is not None]
+    lines += [said for _, said in about_memory(prepared)]
     lines += _describe_kernels(prepared)
     lines.append(
         f"plan for {len(prepared.devices)} worker(s) on {prepared.devices[0].torch_device.type}:"

@@ -76,8 +76,7 @@ def choose_plan(
 
     billing = Billing(layouts, work)
 
-    def within(share: float) -> Fits:
-        most = None if vram_bytes is None else int(share * vram_bytes)
+    def within(most: int | None) -> Fits:
         return lambda plan: billing.fits(plan, most, ram_bytes)
 
     def shape_of(costs: Sequence[LayerCost]) -> StepShape:
@@ -118,9 +117,9 @@ def choose_plan(
                 found.update([min(orders, key=lambda order: order[1])])
         return found
 
-    found = search(within(_FILLED))
+    found = search(within(None if vram_bytes is None else int(_FILLED * vram_bytes)))
     if not found and vram_bytes is not None:
-        found = search(within(1.0))
+        found = search(within(vram_bytes))
     if found:
         least = min(found.values()) * (1 + _WORTH_THE_OTHER_GRAIN)
         plan = next(plan for plan, seconds in found.items() if seconds <= least)
@@ -132,14 +131,10 @@ def choose_plan(
             return plan
         # The cuts were found for uploads that are now spared.
         most = max(billing.of(plan).device, int(_FILLED_WITH_RESIDENTS * vram_bytes))
-
-        def as_full(other: Plan) -> bool:
-            return billing.fits(other, most, ram_bytes)
-
-        return improved(plan, as_full, partial(steps_seconds, shape=shape, rates=rates), rounds)[0]
+        return improved(plan, within(most), partial(steps_seconds, shape=shape, rates=rates), rounds)[0]
     smallest = "layer" if recompute == "auto" else recompute
     single = smallest_stages(len(layouts), num_microbatches, smallest)
-    if within(1.0)(single):  # balanced forward stages hold several layers, which here is too many
+    if within(vram_bytes)(single):  # balanced forward stages hold several layers, which here is too many
         return single
     plan = balanced_plan(costs_of(smallest), num_workers, num_microbatches, rounds, smallest, _has_smallest_stages)
     assert plan is not None

@@ -197,15 +197,7 @@ class PlanReport:
             facts.append(("kept for the backward", f"{plan.keep_bytes_per_token:,} bytes a token and block"))
         if plan.resident:
             facts.append(("frozen weights that stay on workers", f"of {len(plan.resident)} layers"))
-        if planned.about_groups is not None:
-            facts.append(("experts", planned.about_groups))
-        if planned.about_disk is not None:
-            facts.append(("host store", planned.about_disk))
-        if planned.about_offload is not None:
-            facts.append(("moments", planned.about_offload))
-        held_up = about_saves(planned)
-        if held_up is not None:
-            facts.append(("saves", held_up))
+        facts += about_memory(planned)
         facts += [("chosen by the planner", choice) for choice in planned.choices]
         if plan.dispatch:
             facts.append(("slots of a step go to workers", " ".join(map(str, plan.dispatch))))
@@ -231,6 +223,17 @@ class PlanReport:
             recipe=self.planned.recipe.model_dump(mode="json"),
             versions=self.versions,
         )
+
+
+def about_memory(planned: Planned) -> list[tuple[str, str]]:
+    """What comes of too little memory for the usual way, by what it is about, for people."""
+    found = [
+        ("experts", planned.about_groups),
+        ("host store", planned.about_disk),
+        ("moments", planned.about_offload),
+        ("saves", about_saves(planned)),
+    ]
+    return [(name, said) for name, said in found if said is not None]
 
 
 def report_plan(planned: Planned, machine: Machine | None = None) -> PlanReport:

@@ -70,8 +70,7 @@ class Saver:
         """
         self._folder, self._store, self._failure = folder, store, failure
         self._lagging, self._may_make_room, self._before_commit = lagging, may_make_room, before_commit
-        self._layouts = [layer.layout for layer in store.layers]
-        self._ordered = [self._layouts[layer] for layer in store.update_order]
+        self._layouts = [store.layers[layer].layout for layer in store.update_order]
         self.checkpoint_bytes = checkpoint_bytes(self._layouts, lagging, store.state_format)
         self._changed = threading.Condition()
         self._step: int | None = None
@@ -170,7 +169,7 @@ class Saver:
         path, error = None, None
         try:
             self._make_room(state, removed)
-            path = self._folder.write(state, self._ordered, self._write_layer, self._before_commit)
+            path = self._folder.write(state, self._layouts, self._write_layer, self._before_commit)
         except Cancelled:
             pass
         except Exception as caught:  # a full or broken disk: the main thread says it
