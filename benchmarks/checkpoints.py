@@ -9,7 +9,8 @@ goes on from there. Its last loss, and its masters and moments, must be those of
 (by default that of temporary files) needs room for two checkpoints, each of 12 bytes a trained parameter.
 
 What of a save is not written when its next update comes is copied: into as much RAM as the plan leaves free, or
-into --copies of it. --disk slows the writing down to that rate, as on a slower disk.
+into --copies of it. "Longer in all" is by how much the steps from the save to the kill took longer than as many of
+the median before it, so that it also has what copying and writing cost the machine. --disk slows the writing down to that rate, as on a slower disk.
 """
 
 from __future__ import annotations
@@ -207,6 +208,8 @@ def look_on(arguments: argparse.Namespace, folder: Path) -> tuple[list[dict[str,
     plain, saving = statistics.median(seconds(unbroken)[1:]), seconds(told["killed"])
     save = saves[0]
     interval = arguments.every * plain
+    before, during = saving[1 : arguments.every], saving[arguments.every :]
+    lost = sum(during) - len(during) * statistics.median(before)
     copies = next(event["copies"] for event in told["killed"] if "ready" in event)
     checks = {
         f"loss of step {arguments.steps}": (losses(unbroken)[-1], losses(resumed)[-1]),
@@ -223,6 +226,8 @@ def look_on(arguments: argparse.Namespace, folder: Path) -> tuple[list[dict[str,
         ("written from copies", save["copied"] / 1e9, "GB"),
         ("training held up by a save", save["stalled"], "s"),
         (f"share of {arguments.every} steps", 100 * save["stalled"] / (interval + save["stalled"]), "%"),
+        ("steps while saving, longer in all", lost, "s"),
+        (f"share of {arguments.every} steps, longer in all", 100 * lost / (interval + lost), "%"),
         ("share of half an hour", 100 * save["stalled"] / _LONG_INTERVAL_SECONDS, "%"),
         ("ready again after the kill", next(event["ready"] for event in resumed if "ready" in event), "s"),
         ("steps done again", float(losses_known(told["killed"]) - after), "steps"),

@@ -36,6 +36,11 @@ class Event:
         self.native = native
         self._issued.set()
 
+    @property
+    def complete(self) -> bool:
+        """Whether what the event marks is done; does not block."""
+        return self._issued.is_set() and (self.native is None or self.native.query())
+
     def wait(self, timeout_seconds: float) -> bool:
         """Blocks the thread until the event is issued, at most so long; whether it is."""
         return self._issued.wait(timeout_seconds)

@@ -67,6 +67,7 @@ class HostOptimizer:
         skipped_in_a_row: int = 0,
         kernels: OnePass | None = None,
         before_update: Callable[[int, int], None] = lambda step, layer: None,
+        do_ahead: Callable[[int], bool] = lambda step: False,
         last_step: int = 0,
     ) -> None:
         """``updates_applied``: updates that the store's moments have had; it and what follows are of a run that
@@ -74,10 +75,12 @@ class HostOptimizer:
 
         ``kernels``: what runs the update, torch's fused kernel where not given. ``before_update``: called with
         step and layer before anything of a layer changes that an earlier step left; may hold the thread up.
+        ``do_ahead``: called with a step again and again while its gradients are waited for; does a little of what
+        ``before_update`` would have to, and says whether there may be more.
         """
         self._store, self._algorithm, self._schedule = store, algorithm, schedule
         self._kernels = kernels or FusedPass()
-        self._before_update = before_update
+        self._before_update, self._do_ahead = before_update, do_ahead
         self._borrowed = _borrowed_gradients(store)
         self._max_grad_norm = max_grad_norm
         self._failure, self._delays, self._pause = failure, delays, delays.of("optimizer")
@@ -146,6 +149,11 @@ class HostOptimizer:
             for event in events:
                 event.synchronize(self._failure)
 
+    def _use_time_until(self, landed: Event, step: int) -> None:
+        with openmp_threads(self._kernels.num_threads):
+            while not landed.complete and self._do_ahead(step):
+                self._failure.cancel_if_failed()
+
     def _apply(self, update: Update) -> UpdateResult:
         ticket = update.ticket
         squares = self._gradient_squares(update)
@@ -184,6 +192,7 @@ class HostOptimizer:
         """The square of each layer's gradient sum. Workers have taken all but those of weights with two uses."""
         squares = [0.0] * len(self._store.layers)
         for index in reversed(range(len(self._store.layers))):  # the order in which gradients land
+            self._use_time_until(update.ticket.landed[index], update.ticket.step)
             self._wait([update.ticket.landed[index]], GRADIENTS)
             if self._borrowed[index]:
                 parts = gradient_parts(self._store.layers[index], self._borrowed[index])

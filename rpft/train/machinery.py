@@ -97,6 +97,7 @@ class Machinery:
             skipped_in_a_row=state.skipped_in_a_row,
             kernels=self.prepared.one_pass,
             before_update=self.saver.before_update,
+            do_ahead=self.saver.copy_ahead,
             last_step=state.step,
         )
 

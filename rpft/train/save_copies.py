@@ -3,9 +3,9 @@
     pieces      | written . . . | at work | copied . . . . . . . . | not yet touched . . . . . . . . . . . |
                                   saver ->                           <- optimizer, up to the end of its layer
 
-Pieces are in the order of the files, in which layers are updated too. The optimizer copies those of the layer that
-it is about to change, the saver writes from the copies, and their places come free in the same order: a ring.
-Where it is full the optimizer waits for the saver, a piece at a time.
+Pieces are in the order of the files, in which layers are updated too. The optimizer copies them while it has nothing
+else to do, at the latest those of a layer that it is about to change; the saver writes from the copies, and their
+places come free in the same order: a ring. Where it is full the optimizer waits for the saver, a piece at a time.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from contextlib import contextmanager
 import torch
 
 from rpft.engine.failure import POLL_SECONDS, Failure
+from rpft.engine.tracer import span
 from rpft.model.layout import LayerLayout, align
 from rpft.model.moments import StateFormat
 from rpft.train.checkpoint_layers import piece_sizes
@@ -68,7 +69,7 @@ class Ring:
 
 
 class SaveCopies:
-    """The pieces of one save. ``take`` is called by the saver's thread, ``free`` by the optimizer's."""
+    """The pieces of one save. ``take`` is the saver's to call, ``copy_ahead`` and ``free`` the optimizer's."""
 
     def __init__(
         self,
@@ -135,6 +136,11 @@ class SaveCopies:
 
     # -- the optimizer -------------------------------------------------------------------------------------
 
+    def copy_ahead(self) -> bool:
+        """Copies the next pieces; False where there are none, or no room for them."""
+        with self._changed:
+            return not self._over and self._copy_some(len(self._pieces))
+
     def free(self, layer: int) -> None:
         """Returns when what the save holds of ``layer`` is written or copied, so that it may change.
 
@@ -172,7 +178,8 @@ class SaveCopies:
         self._copying = range(first, first + len(places))
         self._changed.release()
         try:
-            copies = _copied(places)
+            with span("copies for a checkpoint"):
+                copies = _copied(places)
         finally:
             self._changed.acquire()
             copied, self._copying = self._copying, range(0)

@@ -1,11 +1,13 @@
 """Writes checkpoints while training goes on: a layer that is not yet written is copied before its next update.
 
-    optimizer   | update t |          | copies layer 1, update t + 1 | copies layer 2, update t + 1 | ...
-    saver                  | layer 0  | layer 1                                 | layer 2 | ...  | sync, rename |
+    workers     |          | step t + 1 . . . . . . . . . |          |                       | step t + 2 . . .
+    optimizer   | update t |      | copies layers 1, 2 .. | update 0 | copies 9, update 9 .. |
+    saver                  | layer 0 | layer 1 | layer 2 . . . . . . . . . .  | sync, rename |
 
 Layers are written in the order in which the optimizer takes them, straight from the host store or from copies
-(save_copies.py). The optimizer waits only where there is no room for a copy, until the disk has made some; where
-there is none at all, as with moments in a file, until the layer is written. To sync it all holds up nobody.
+(save_copies.py). Copies are made while the optimizer would only wait for gradients, and what is left of them before
+a layer's update. That waits for the disk only where there is no room for a copy, until some is made; where there
+is none at all, as with moments in a file, until the layer is written. To sync it all holds up nobody.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ class SaveReport:
 
 
 class Saver:
-    """One save at a time. All methods but ``before_update`` are called from the main thread."""
+    """One save at a time. All methods but the optimizer's two are called from the main thread."""
 
     def __init__(
         self,
@@ -110,15 +112,25 @@ class Saver:
         self._thread = EngineThread(lambda: self._save(state), "saver")
         self._thread.start()
 
+    # -- the optimizer's thread ----------------------------------------------------------------------------
+
     def before_update(self, step: int, layer: int) -> None:
         """Before the update of ``step`` changes ``layer``: what is to be saved of it is copied, or written first.
 
         Copies are made by the calling thread, in as many threads as torch has there.
         """
-        with self._changed:
-            copies = self._copies if self._step is not None and step > self._step else None
+        copies = self._copies_before(step)
         if copies is not None:
             copies.free(layer)
+
+    def copy_ahead(self, step: int) -> bool:
+        """Copies some of what must be before the updates of ``step``; False where nothing is left or has room."""
+        copies = self._copies_before(step)
+        return copies is not None and copies.copy_ahead()
+
+    def _copies_before(self, step: int) -> SaveCopies | None:
+        with self._changed:
+            return self._copies if self._step is not None and step > self._step else None
 
     # -- memory for copies ---------------------------------------------------------------------------------
 

@@ -189,8 +189,14 @@ def save_in_trouble(kind, seed, folder, monkeypatch):
         saver.arm(STEP)
         if rng.random() < 0.7:
             begin.pop()()
+
+        def before(step):
+            disk.let_through(rng.choice([0, 0, 1, 5, 40]))
+            for _ in range(rng.choice([0, 0, 1, 3])):
+                saver.copy_ahead(step)
+
         for step in (STEP + 1, STEP + 2):
-            update(saver, store, step, rng, lambda layer: disk.let_through(rng.choice([0, 0, 1, 5, 40])))
+            update(saver, store, step, rng, lambda layer, step=step: before(step))
         if begin:
             begin.pop()()
         disk.open()
@@ -232,6 +238,31 @@ def test_with_room_for_all_of_it_no_update_waits_for_a_disk_that_writes_nothing(
     layouts = [layer.layout for layer in store.layers]
     needed = copies_bytes(layouts, kind == "delayed", store.state_format)
     assert needed - 64 * 200 <= report.copied_bytes <= needed
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "delayed"])
+def test_what_was_copied_while_gradients_were_awaited_no_update_copies(kind, tmp_path, monkeypatch):
+    rng = random.Random(4)
+    monkeypatch.setattr(save_copies, "_COPIED_AT_ONCE", 5000)
+    store = random_store(rng, kind)
+    expected = as_it_stands(store, tmp_path / "expected")
+    disk = Disk(monkeypatch)
+    saver = saver_for(store, tmp_path / "copied", region=EVERYTHING)
+    assert not saver.copy_ahead(STEP)
+    saver.arm(STEP)
+    assert not saver.copy_ahead(STEP), "its own updates are not applied yet"
+    assert saver.copy_ahead(STEP + 1)
+    saver.start(state())
+    assert disk.came.acquire(timeout=HANG_SECONDS)
+    while saver.copy_ahead(STEP + 1):
+        pass
+    with monkeypatch.context() as patch:
+        patch.setattr(save_copies, "_copied", None)
+        update(saver, store, STEP + 1, rng)
+    disk.open()
+    saver.wait()
+    assert saved(tmp_path / "copied") == expected
+    assert not saver.copy_ahead(STEP + 1)
 
 
 def test_an_update_waits_for_the_piece_of_its_layer_that_is_being_written_and_copies_the_rest(

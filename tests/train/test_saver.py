@@ -54,6 +54,8 @@ def slow_disk(monkeypatch, waits, until, held_layer=2):
         write(file, data)
 
     monkeypatch.setattr(Saver, "before_update", watched)
+    if not waits:
+        monkeypatch.setattr(Saver, "copy_ahead", lambda self, step: False)
     monkeypatch.setattr(files, "write", held)
 
 
