@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -26,8 +27,7 @@ _RESERVE_BYTES = 1 << 29
 
 
 _ALLOCATOR_SETTINGS = "expandable_segments:True"
-"""Segments that grow leave few gaps; with fixed ones torch was seen to hold a fifth more than it had given out.
-The allocator reads this at its first use; a setting of one's own stays."""
+"""Segments that grow leave few gaps; with fixed ones torch was seen to hold a fifth more than it had given out."""
 
 
 class CudaClock:
@@ -107,6 +107,14 @@ class CudaStream(QueueStream):
         return context
 
 
+def _set_up_allocator() -> None:
+    """Sets up torch's allocator, which has read the environment by now; what somebody has set there stays."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # the one name that all releases from 2.8 on know
+            torch.cuda.memory._set_allocator_settings(_ALLOCATOR_SETTINGS)
+
+
 class CudaDevice:
     """One GPU. ``vram_limit_bytes`` caps what torch may take of it."""
 
@@ -117,9 +125,8 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         self.name = f"cuda:{index}"
         self._limit = vram_limit_bytes
-        if "PYTORCH_ALLOC_CONF" not in os.environ:  # the name of newer releases, which read both
-            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", _ALLOCATOR_SETTINGS)
         torch.cuda.init()  # the allocator's statistics exist only then
+        _set_up_allocator()
         if vram_limit_bytes is not None:
             total = torch.cuda.get_device_properties(index).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, vram_limit_bytes / total), index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,6 +30,14 @@ def deterministic() -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(False)
     torch.backends.cuda.matmul.allow_tf32 = tf32
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_on_a_device() -> Iterator[None]:
+    """Tests have caps far below what cycles of an earlier one may still hold."""
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 _SHARED = SharedFunctions(deterministic=True)

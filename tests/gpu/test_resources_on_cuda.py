@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -19,6 +21,28 @@ PLAN = plan_of([(0, 1), (2, 2)], [(3, 3), (2, 2), (0, 1)], 2, "layer")
 SETTLED_AFTER = 50
 """Steps until every cache is full; microbatches that stay on a worker take 32."""
 GROWTH_BYTES = 32 << 20
+
+
+def test_the_allocator_grows_its_segments_though_cuda_was_in_use_before_and_keeps_a_setting_of_ones_own():
+    program = """if True:
+        import torch
+        torch.cuda.init()
+        torch.cuda.mem_get_info()  # by now the allocator has read the environment
+        from rpft.engine.cuda import CudaDevice
+        CudaDevice(0, None)
+        held = torch.empty(64 << 20, device="cuda")
+        print([segment["is_expandable"] for segment in torch.cuda.memory_snapshot()])
+    """
+    names = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
+    plain = {name: value for name, value in os.environ.items() if name not in names}
+    for set_before, expected in (
+        ({}, "[True]"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, "[False]"),
+    ):
+        ran = subprocess.run(
+            [sys.executable, "-c", program], env=plain | set_before, capture_output=True, text=True
+        )
+        assert ran.stdout.strip() == expected, ran.stderr
 
 
 def in_use():
