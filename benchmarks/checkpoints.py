@@ -10,7 +10,8 @@ goes on from there. Its last loss, and its masters and moments, must be those of
 
 What of a save is not written when its next update comes is copied: into as much RAM as the plan leaves free, or
 into --copies of it. "Longer in all" is by how much the steps from the save to the kill took longer than as many of
-the median before it, so that it also has what copying and writing cost the machine. --disk slows the writing down to that rate, as on a slower disk.
+the median before it, so that it also has what copying and writing cost the machine. --disk slows the writing down
+to that rate, as on a slower disk.
 """
 
 from __future__ import annotations

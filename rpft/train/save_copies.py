@@ -3,9 +3,10 @@
     pieces      | written . . . | at work | copied . . . . . . . . | not yet touched . . . . . . . . . . . |
                                   saver ->                           <- optimizer, up to the end of its layer
 
-Pieces are in the order of the files, in which layers are updated too. The optimizer copies them while it has nothing
-else to do, at the latest those of a layer that it is about to change; the saver writes from the copies, and their
-places come free in the same order: a ring. Where it is full the optimizer waits for the saver, a piece at a time.
+Pieces are in the order of the files, in which layers are updated too. The optimizer copies them while it has
+nothing else to do, at the latest those of a layer that it is about to change; the saver writes from the copies,
+and their places come free in the same order: a ring. Where it is full the optimizer waits for the saver, a piece
+at a time.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     saver                  | layer 0 | layer 1 | layer 2 . . . . . . . . . .  | sync, rename |
 
 Layers are written in the order in which the optimizer takes them, straight from the host store or from copies
-(save_copies.py). Copies are made while the optimizer would only wait for gradients, and what is left of them before
-a layer's update. That waits for the disk only where there is no room for a copy, until some is made; where there
-is none at all, as with moments in a file, until the layer is written. To sync it all holds up nobody.
+(save_copies.py). Copies are made while the optimizer would only wait for gradients, and what is left of them
+before a layer's update. That waits for the disk only where there is no room for a copy, until some is made; where
+there is none at all, as with moments in a file, until the layer is written. To sync it all holds up nobody.
 """
 
 from __future__ import annotations
