@@ -59,6 +59,7 @@ def figures(case: str, found: Measured, load: float) -> list[dict[str, Any]]:
         ("predicted over measured, tokens a second", 100 * found.error, "%"),
         ("workers idle, measured", 100 * found.bubble, "%"),
         ("workers idle, predicted", 100 * found.predicted_bubble, "%"),
+        ("allocation retries", found.allocation_retries, "times"),
         ("load average before", load, "processes"),
     ]
     return [{"case": case, "metric": name, "value": round(value, 3), "unit": unit} for name, value, unit in values]

@@ -265,7 +265,9 @@ def measure(run: Run) -> list[dict[str, Any]]:
     Engine.settle()
     for device in run.devices:
         device.reset_peak()
+    retries = -sum(device.allocation_retries() for device in run.devices)
     seconds = run.steps(1 + arguments.warm_up, run.step.timed)
+    retries += sum(device.allocation_retries() for device in run.devices)
     peaks = [device.peak_bytes() for device in run.devices]
     cuda = [d.torch_device for d in run.devices if d.torch_device.type == "cuda"]
     reserved = max((torch.cuda.max_memory_reserved(device) for device in cuda), default=0)
@@ -285,7 +287,8 @@ def measure(run: Run) -> list[dict[str, Any]]:
     )
     print(
         f"RESULT {case}: {median:.0f} tok/s by the median step, {drained:.0f} drained;"
-        f" peak VRAM {' '.join(map(gib, peaks))} (reserved {gib(reserved)}) of {gib(run.bill.device)} by the bill;"
+        f" peak VRAM {' '.join(map(gib, peaks))} (reserved {gib(reserved)}, {retries} allocation retries)"
+        f" of {gib(run.bill.device)} by the bill;"
         f" RAM {gib(rss)} of {gib(run.bill.host)}",
         flush=True,
     )
@@ -295,6 +298,7 @@ def measure(run: Run) -> list[dict[str, Any]]:
         ("peak VRAM, allocated", max(peaks) / 2**30, "GiB"),
         ("peak VRAM, reserved", reserved / 2**30, "GiB"),
         ("VRAM by the bill", run.bill.device / 2**30, "GiB"),
+        ("allocation retries", retries, "times"),
         ("RAM, resident", rss / 2**30, "GiB"),
         ("RAM by the bill", run.bill.host / 2**30, "GiB"),
         ("update behind the last gradient", statistics.median(run.update_seconds[-step.timed :]), "s"),

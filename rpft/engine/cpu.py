@@ -46,5 +46,8 @@ class CpuDevice:
     def reset_peak(self) -> None:
         """Fixed buffers stay, and they are all that is counted."""
 
+    def allocation_retries(self) -> int:
+        return 0
+
     def reclaim(self) -> None:
         self._allocated_bytes = 0

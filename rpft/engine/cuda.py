@@ -164,6 +164,9 @@ class CudaDevice:
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
+    def allocation_retries(self) -> int:
+        return torch.cuda.memory_stats(self.torch_device)["num_alloc_retries"]
+
     def reclaim(self) -> None:
         torch.cuda.synchronize(self.torch_device)
         # cuBLAS keeps a workspace of every stream that has multiplied, 32 MiB on Hopper, also when that is gone.

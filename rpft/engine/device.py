@@ -52,6 +52,13 @@ class Device(Protocol):
         """Forgets the peak so far."""
         ...
 
+    def allocation_retries(self) -> int:
+        """Times that memory was found only after what was kept for later had been given back, since the start.
+
+        Each stops the device.
+        """
+        ...
+
     def reclaim(self) -> None:
         """Gives back the memory of what is gone, once all that was issued is done; for an engine that failed."""
         ...

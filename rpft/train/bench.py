@@ -75,6 +75,8 @@ class Measured(InWindows):
     vram_peak_bytes: int
     """Of the worker that held most. Of the CPU pool only buffers of fixed size count."""
     vram_bill_bytes: int
+    allocation_retries: int
+    """Of all workers in the windows; see ``Device.allocation_retries``."""
     ram_bytes: int
     """Resident in this process."""
     ram_bill_bytes: int
@@ -213,7 +215,9 @@ def measure(
         Engine.settle()
         for device in prepared.devices:
             device.reset_peak()
+        retries = -sum(device.allocation_retries() for device in prepared.devices)
         times = [bench.window() for _ in range(windows)]
+        retries += sum(device.allocation_retries() for device in prepared.devices)
         vram = max(device.peak_bytes() for device in prepared.devices)
         ram = psutil.Process().memory_info().rss
         trace = bench.traced()
@@ -234,6 +238,7 @@ def measure(
         limited_by=prediction.limited_by,
         vram_peak_bytes=vram,
         vram_bill_bytes=prepared.bill.device,
+        allocation_retries=retries,
         ram_bytes=ram,
         ram_bill_bytes=prepared.bill.host,
         skipped_steps=bench.skipped,

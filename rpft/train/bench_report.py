@@ -67,7 +67,7 @@ def table(results: Sequence[Measured | Failed]) -> list[list[str]]:
         ("predicted", lambda m: f"{m.predicted_bubble:.1%}"),
         ("idle for", _causes),
         ("transfers hidden", lambda m: "-" if m.hidden is None else f"{m.hidden:.1%}"),
-        ("VRAM, peak of bill", lambda m: f"{gib(m.vram_peak_bytes)} of {gib(m.vram_bill_bytes)}"),
+        ("VRAM, peak of bill", _vram),
         ("RAM of bill", lambda m: f"{gib(m.ram_bytes)} of {gib(m.ram_bill_bytes)}"),
         ("limited by", lambda m: m.limited_by),
     ]
@@ -77,6 +77,11 @@ def table(results: Sequence[Measured | Failed]) -> list[list[str]]:
 
 def _spread(values: Sequence[float]) -> str:
     return f"{min(values):,.0f} to {max(values):,.0f}"
+
+
+def _vram(m: Measured) -> str:
+    peak = f"{gib(m.vram_peak_bytes)} of {gib(m.vram_bill_bytes)}"
+    return f"{peak}\n{m.allocation_retries} allocation retries" if m.allocation_retries else peak
 
 
 def _causes(m: Measured) -> str:

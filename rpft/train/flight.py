@@ -53,7 +53,14 @@ class Flight:
             step_seconds=seconds,
             skipped_steps=result.skipped_steps,
             host_rss_bytes=psutil.Process().memory_info().rss,
-            devices=[{"name": device.name, "peak_bytes": device.peak_bytes()} for device in devices],
+            devices=[
+                {
+                    "name": device.name,
+                    "peak_bytes": device.peak_bytes(),
+                    "allocation_retries": device.allocation_retries(),
+                }
+                for device in devices
+            ],
             optimizer_seconds=result.update_seconds,
             router_aux_loss=result.router_aux_loss,
         )

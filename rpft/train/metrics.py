@@ -33,7 +33,7 @@ class StepRecord:
     """Skipped so far, this one included."""
     host_rss_bytes: int
     devices: list[dict[str, Any]]
-    """[{name, peak_bytes}], one a worker."""
+    """[{name, peak_bytes, allocation_retries}], one a worker; retries since the run began, see ``Device``."""
     optimizer_seconds: float = 0.0
     """From the arrival of the step's last gradient until all layers are updated."""
     router_aux_loss: float | None = None

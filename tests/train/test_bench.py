@@ -189,6 +189,14 @@ def test_the_table_leaves_out_what_failed(measured):
     assert isinstance(measured[0], Measured)
 
 
+def test_the_table_says_how_often_memory_was_found_at_the_second_try_only(measured):
+    first = measured[0]
+    assert not any("retries" in text for row in table([first]) for text in row)
+    assert any(
+        "7 allocation retries" in text for row in table([replace(first, allocation_retries=7)]) for text in row
+    )
+
+
 @pytest.mark.slow
 def test_each_number_of_workers_has_a_process_of_its_own(made):
     ran = run_rpft("bench", str(made.recipe), "--workers", "1,2", "--steps", "2", "--json")

@@ -33,6 +33,7 @@ OWN = Measured(
     limited_by="compute",
     vram_peak_bytes=2 << 30,
     vram_bill_bytes=3 << 30,
+    allocation_retries=0,
     ram_bytes=4 << 30,
     ram_bill_bytes=5 << 30,
     skipped_steps=0,

@@ -39,7 +39,7 @@ def test_metrics_has_a_line_a_step_with_the_documented_keys(full):
     assert [line["step"] for line in outcome.steps] == [1, 2, 3, 4, 5]
     for line in outcome.steps:
         assert list(line) == STEP_KEYS
-        assert [list(device) for device in line["devices"]] == [["name", "peak_bytes"]] * 2
+        assert [list(device) for device in line["devices"]] == [["name", "peak_bytes", "allocation_retries"]] * 2
         assert all(device["peak_bytes"] > 0 for device in line["devices"])
         assert line["tokens"] > line["trained_tokens"] > 0
         assert line["tokens_per_second"] == pytest.approx(line["tokens"] / line["step_seconds"])
