@@ -25,8 +25,9 @@ from rpft.model.layout import TensorSpec, build_layouts
 from rpft.model.moments_file import MomentsFile
 from rpft.optim.adamw import AdamW
 from rpft.optim.moments_window import MomentsWindow
-from rpft.optim.one_pass import measured_rate, prepare
+from rpft.optim.one_pass import prepare
 from rpft.plan.disk_rate import turnover_rate
+from rpft.train.beside import measured_rate
 
 _LAYERS = 4
 

@@ -25,8 +25,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rpft.model.moments import BLOCK, StateFormat, moments_bytes, moments_in
 from rpft.optim.kernels import Weights
-from rpft.optim.one_pass import CompiledPass, measured_rate
+from rpft.optim.one_pass import CompiledPass
 from rpft.optim.schedule import Schedule
+from rpft.train.beside import measured_rate
 
 MODEL, ROWS = ROOT / "models/SmolLM2-135M-Instruct", ROOT / "out/quickstart-data"
 LEARNING_RATE, HELD_OUT_BATCHES, LAST = 5e-5, 8, 50

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ _FUSED_BLOCK = 1 << 22
 """Elements that the fused kernel is given at once: few enough for the cache, many enough for its start-up."""
 
 _SCRATCH_ELEMENTS = 1 << 25
-"""Parameters of the measurement: 0.5 GB, more than caches hold of it."""
+"""Parameters that numbers of threads are tried on: 0.5 GB, more than caches hold of it."""
 
 
 @dataclass(frozen=True)
@@ -271,16 +270,6 @@ def scratch(kernels: OnePass, num_params: int = _SCRATCH_ELEMENTS) -> Callable[[
         updates_before=0,
         gradient_divisor=1.0,
     )
-
-
-def measured_rate(kernels: OnePass) -> float:
-    """Parameters a second that ``kernels`` update, from a short measurement."""
-    run, seconds = scratch(kernels), []
-    for _ in range(4):
-        started = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - started)
-    return _SCRATCH_ELEMENTS / min(seconds)
 
 
 def _compiled_or_fused(state_format: StateFormat) -> OnePass:

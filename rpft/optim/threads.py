@@ -9,8 +9,11 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from rpft.host import available_cores
+
+T = TypeVar("T")
 
 _WORTH_MORE_THREADS = 0.03
 """A higher number of threads is taken for at least this share of the time."""
@@ -56,7 +59,11 @@ def thread_counts(spare_cores: int) -> list[int]:
 
 
 def measure(counts: list[int], setup: Callable[[], Callable[[], None]]) -> dict[int, float]:
-    """The least seconds that the work which ``setup`` returns takes on each number of threads."""
+    """The least seconds that the work which ``setup`` returns takes on each number of threads.
+
+    The least, since only what the numbers do to one another counts here, and other work makes any of them longer;
+    what a run may expect is measured otherwise (train/beside.py).
+    """
 
     def run() -> dict[int, float]:
         work = setup()
@@ -69,9 +76,13 @@ def measure(counts: list[int], setup: Callable[[], Callable[[], None]]) -> dict[
                 seconds[count] = min(seconds[count], time.perf_counter() - started)
         return seconds
 
-    # In a thread of its own, because OpenMP keeps a thread's helpers for as long as that thread lives.
-    with ThreadPoolExecutor(max_workers=1) as executor:
-        return executor.submit(run).result()
+    return in_own_thread(run)
+
+
+def in_own_thread(work: Callable[[], T]) -> T:
+    """Does ``work`` in a thread of its own, because OpenMP keeps a thread's helpers for as long as that lives."""
+    with ThreadPoolExecutor(1, "optimizer") as executor:
+        return executor.submit(work).result()
 
 
 def choose(seconds: Mapping[int, float]) -> int:

@@ -1,18 +1,18 @@
-"""The optimizer's update and the copies of all workers at the same time: what each leaves the other."""
+"""The optimizer's rate: alone, and with the copies of all workers at the same time, what each leaves the other."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from rpft.engine.device import Device
+from rpft.engine.device import Device, cuda_available
 from rpft.engine.failure import Failure
 from rpft.engine.streams import Delays, Event
 from rpft.optim.one_pass import OnePass, scratch
+from rpft.optim.threads import in_own_thread
 from rpft.plan.profile_file import Beside
 
 _SECONDS, _CPU_SECONDS = 0.1, 0.03
@@ -33,6 +33,17 @@ _PARAMETERS, _CPU_PARAMETERS = 1 << 27, 1 << 24
 _LONGEST_END_SECONDS = 30.0
 
 
+def measured_rate(kernels: OnePass, num_parameters: int | None = None) -> float:
+    """Parameters a second that ``kernels`` update while nothing is copied; ``measure_beside`` measures it, too."""
+    on_cuda = cuda_available()
+    num_parameters = num_parameters or _num_parameters(on_cuda)
+
+    def measure() -> float:
+        return _alone(scratch(kernels, num_parameters), _seconds(on_cuda)) * num_parameters
+
+    return in_own_thread(measure)
+
+
 def measure_beside(
     devices: Sequence[Device],
     kernels: OnePass,
@@ -46,16 +57,15 @@ def measure_beside(
     seconds on GPUs.
     """
     on_cuda = devices[0].torch_device.type == "cuda"
-    num_parameters = num_parameters or (_PARAMETERS if on_cuda else _CPU_PARAMETERS)
+    num_parameters = num_parameters or _num_parameters(on_cuda)
     copy_bytes = copy_bytes or (_COPY_BYTES if on_cuda else _CPU_COPY_BYTES)
-    seconds = _SECONDS if on_cuda else _CPU_SECONDS
+    seconds = _seconds(on_cuda)
     failure = Failure()
     update = scratch(kernels, num_parameters)
     copies: list[_Copies] = []
 
     def measure() -> tuple[float, Beside]:
-        update()  # touches its pages, and starts its threads
-        alone, _ = _usual_rates(update, [], failure, seconds)
+        alone = _alone(update, seconds)
         for each in copies:
             each.go()
         while any(each.copied < _COPIES_AHEAD * copy_bytes for each in copies):
@@ -68,12 +78,24 @@ def measure_beside(
     try:
         for device in devices:
             copies += [_Copies(device, way, copy_bytes, failure) for way in ("up", "down")]
-        # In a thread of its own, because OpenMP keeps a thread's helpers for as long as that thread lives.
-        with ThreadPoolExecutor(1, "optimizer") as executor:
-            return executor.submit(measure).result()
+        return in_own_thread(measure)
     finally:
         for each in copies:
             each.end()
+
+
+def _num_parameters(on_cuda: bool) -> int:
+    return _PARAMETERS if on_cuda else _CPU_PARAMETERS
+
+
+def _seconds(on_cuda: bool) -> float:
+    return _SECONDS if on_cuda else _CPU_SECONDS
+
+
+def _alone(update: Callable[[], None], seconds: float) -> float:
+    """Runs of ``update`` a second while nothing is copied."""
+    update()  # touches its pages, and starts its threads
+    return _usual_rates(update, [], Failure(), seconds)[0]
 
 
 class _Copies:

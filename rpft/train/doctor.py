@@ -20,10 +20,11 @@ from rpft.engine.device import Device, cuda_available, make_pool
 from rpft.errors import UserError
 from rpft.host import available_cores
 from rpft.model.scratch_file import lies_in_ram
-from rpft.optim.one_pass import FusedPass, measured_rate, prepare
+from rpft.optim.one_pass import FusedPass, prepare
 from rpft.plan.bill import available_host_bytes, gib
 from rpft.plan.disk_rate import turnover_rate
 from rpft.plan.profile import measure_host_memory, measure_link, measure_links_together
+from rpft.train.beside import measured_rate
 from rpft.train.kernels import choose_kernels
 
 Grade = Literal["good", "note", "fault"]

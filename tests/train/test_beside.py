@@ -7,7 +7,7 @@ import pytest
 from rpft.engine.cpu import CpuDevice
 from rpft.engine.failure import EngineError
 from rpft.optim.one_pass import FusedPass
-from rpft.train.beside import measure_beside
+from rpft.train.beside import measure_beside, measured_rate
 
 SMALL = {"num_parameters": 1 << 16, "copy_bytes": 1 << 16}
 
@@ -21,6 +21,20 @@ def test_updates_and_copies_both_go_on_beside_one_another_and_end(workers):
     assert beside.updates > 0
     assert beside.copied > 0
     assert beside.copied_alone > 0
+    assert threading.active_count() == before
+
+
+def test_the_rate_alone_is_measured_without_a_device_and_leaves_no_thread():
+    before, updated = threading.active_count(), []
+
+    class Watched(FusedPass):
+        def adamw_pass(self, gradients, *rest, **numbers):
+            updated.append(len(gradients[0]))
+            super().adamw_pass(gradients, *rest, **numbers)
+
+    assert measured_rate(Watched(), num_parameters=1 << 16) > 0
+    assert set(updated) == {1 << 16}
+    assert len(updated) > 5  # the median of several runs, and one before them
     assert threading.active_count() == before
 
 
