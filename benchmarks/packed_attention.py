@@ -17,6 +17,7 @@ from random_job import DTYPE, PRESETS, make_config
 from record import machine, write_record
 from throughput import numbers
 
+from rpft.machine import device_names
 from rpft.model.functions import LayerFunctions
 from rpft.model.layers import build_layers
 from rpft.model.packed_attention import adopt
@@ -70,7 +71,7 @@ def main() -> int:
             del meter
             torch.cuda.empty_cache()
     if arguments.json is not None:
-        write_record(arguments.json, "packed_attention", machine([torch.cuda.get_device_name(device)]), results)
+        write_record(arguments.json, "packed_attention", machine(device_names([device])), results)
     return 0
 
 

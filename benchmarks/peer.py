@@ -104,8 +104,9 @@ def write_work(arguments: argparse.Namespace, folder: Path) -> None:
 
 def report(arguments: argparse.Namespace, found: Result) -> None:
     """Prints the RESULT line and writes the record."""
-    from random_job import device_names
     from record import machine, write_record
+
+    from rpft.machine import device_names, places
 
     tokens, seconds = arguments.rows * arguments.sequence, found.windows[0]
     figures = [
@@ -131,7 +132,7 @@ def report(arguments: argparse.Namespace, found: Result) -> None:
         results = [
             {"case": case, "metric": m, "value": round(value, 2), "unit": unit} for m, value, unit in figures
         ]
-        write_record(arguments.json, "peer", machine(device_names(arguments.workers)), results)
+        write_record(arguments.json, "peer", machine(device_names(places(arguments.workers))), results)
 
 
 def main() -> int:

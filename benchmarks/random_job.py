@@ -15,6 +15,7 @@ from rpft.data.batches import BatchOrder
 from rpft.data.dataset import Dataset
 from rpft.data.rows import Row
 from rpft.engine.device import Device
+from rpft.machine import device_names
 from rpft.model.adapters import initialise_lora
 from rpft.model.checkpoint import Checkpoint
 from rpft.model.host_store import HostStore
@@ -194,10 +195,4 @@ def random_store(prepared: Prepared) -> HostStore:
 
 def gpu_names(devices: list[Device]) -> list[str]:
     """What each worker runs on."""
-    return device_names(len(devices), devices[0].torch_device.type == "cuda")
-
-
-def device_names(count: int, cuda: bool | None = None) -> list[str]:
-    """What each of the first ``count`` workers runs on; ``cuda``: whether on GPUs, None: where there are any."""
-    on_gpus = torch.cuda.is_available() if cuda is None else cuda
-    return [torch.cuda.get_device_name(n) if on_gpus else "CPU worker" for n in range(count)]
+    return device_names([device.torch_device for device in devices])

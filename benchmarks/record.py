@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import subprocess
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
+from rpft.host import available_cores, processor
+from rpft.machine import counted, versions
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def machine(devices: list[str]) -> str:
     """``devices`` (names of the GPUs, or the CPU pool), processors and software, in one line."""
-    names = " + ".join(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices))
-    return (
-        f"{names}, {os.cpu_count()} {platform.machine()} cores, torch {torch.__version__},"
-        f" transformers {transformers.__version__}, Python {platform.python_version()}"
-    )
+    software = ", ".join(f"{name} {number}" for name, number in versions().items())
+    return f"{' + '.join(counted(devices))}; {processor()}, {available_cores()} cores; {software}"
 
 
 def commit() -> str:

@@ -12,8 +12,8 @@ import psutil
 
 from rpft import files
 from rpft.data.report import SourceReport
+from rpft.machine import counted, machine_of
 from rpft.plan.bill import gib
-from rpft.train.measuring import machine_of
 from rpft.train.prepare import Prepared
 from rpft.train.resume import about_run
 from rpft.train.run_folder import ABOUT_FILE
@@ -29,7 +29,7 @@ def write_about(prepared: Prepared, told: list[str]) -> None:
     about = {
         "begun": time.strftime("%Y-%m-%d %H:%M:%S"),
         "machine": {
-            **machine_of(prepared.devices),
+            **machine_of([device.torch_device for device in prepared.devices]),
             "ram_bytes": psutil.virtual_memory().total,
             "worker_memory_bytes": memory,
         },
@@ -51,8 +51,7 @@ def machine_facts(about: dict[str, Any]) -> list[tuple[str, str]]:
     """The machine of an about.json for people: (what, which)."""
     machine = about["machine"]
     names, sizes = machine["workers"], [size for size in machine["worker_memory_bytes"] if size is not None]
-    kinds = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    facts = [("workers", kinds)]
+    facts = [("workers", ", ".join(counted(names)))]
     if sizes:
         facts.append(("memory a run may take of each", gib(min(sizes))))
     facts.append(("processor", f"{machine['processor']}, {machine['cores']} cores"))

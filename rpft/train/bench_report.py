@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
-import rpft
-from rpft.host import available_cores
+from rpft.machine import machine_of, places, versions
 from rpft.plan.bill import gib
 from rpft.train.bench import WINDOWS, Measured
 from rpft.train.bench_peers import PeerFailed, PeerMeasured, PeerOutcome, largest_difference, title_of
 from rpft.train.bench_workers import Failed
+
+_VERSION = 2
+"""Of the JSON."""
 
 OWN = "rpft"
 """The name of the run among its peers."""
@@ -26,14 +25,13 @@ ROOF = "roof"
 
 def as_json(about: dict[str, Any], results: Sequence[Measured | Failed], peers: Sequence[PeerOutcome] = ()) -> str:
     """``results`` for programs. ``about``: what else the text says of how they came about."""
-    machine = {
-        "cores": available_cores(),
-        "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "rpft": rpft.__version__,
+    told = {
+        "version": _VERSION,
+        **about,
+        "windows": WINDOWS,
+        "machine": machine_of(places()),
+        "versions": versions(),
     }
-    told = {"version": 1, **about, "windows": WINDOWS, "machine": machine}
     own = {result.workers: result for result in results if isinstance(result, Measured)}
     found = {"results": [result.as_dict() for result in results], "peers": []}
     for peer in peers:

@@ -8,12 +8,10 @@ from typing import Any
 
 import yaml
 
-import rpft
+from rpft.machine import versions
 from rpft.model.merge import Drift
 from rpft.recipe.dump import dump_recipe
 from rpft.train.run_folder import RunFolder, TrainedFolder
-
-_PACKAGES = ("torch", "transformers", "peft")
 
 
 def model_card(run: RunFolder, trained: TrainedFolder, base: Path, drift: Drift | None, adapter_only: bool) -> str:
@@ -126,7 +124,7 @@ def _merging(drift: Drift) -> list[str]:
 
 
 def _versions(trained: TrainedFolder) -> list[str]:
-    now = {"rpft": rpft.__version__, **{package: version(package) for package in _PACKAGES}}
+    now = {**versions(), "peft": version("peft")}
     lines = [f"* exported: {', '.join(f'{name} {number}' for name, number in now.items())}"]
     if trained.state is not None:
         then = trained.state.about["versions"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import platform
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,12 +12,12 @@ from typing import Any, Literal
 
 import torch
 
-import rpft
 from rpft import files
 from rpft.draw.figures import duration
 from rpft.engine.device import Device, cuda_available, make_pool
 from rpft.errors import UserError
 from rpft.host import available_cores
+from rpft.machine import device_names, versions
 from rpft.model.scratch_file import lies_in_ram
 from rpft.optim.one_pass import FusedPass, prepare
 from rpft.plan.bill import available_host_bytes, gib
@@ -32,7 +31,7 @@ Grade = Literal["good", "note", "fault"]
 EXAMPLE_PARAMETERS = 8e9
 """Of the model by which costs are told: an 8B, trained in full."""
 
-_PACKAGES = ("torch", "transformers", "peft", "safetensors", "numpy")
+_MORE_PACKAGES = ("peft", "safetensors", "numpy")
 _SLOW_LINK, _FAST_ENOUGH_DISK = 10e9, 5e8
 _LITTLE_RAM_BYTES = 16 << 30
 _TRIED_BYTES = 1 << 28
@@ -70,8 +69,7 @@ def examine(folder: Path) -> Iterator[Finding]:
 
 
 def _versions() -> Finding:
-    found = {"rpft": rpft.__version__, "python": platform.python_version()}
-    found |= {name: importlib.metadata.version(name) for name in _PACKAGES}
+    found = versions() | {name: importlib.metadata.version(name) for name in _MORE_PACKAGES}
     return Finding(
         "versions", ", ".join(f"{name} {version}" for name, version in found.items()), "good", "", found
     )
@@ -101,12 +99,13 @@ def _gpus() -> Iterator[Finding]:
     except (UserError, RuntimeError) as error:
         yield Finding("GPU", f"cannot be used: {error}", "fault", "free it, or set engine.device=cpu")
         return
-    for number, device in enumerate(devices):
+    names = device_names([device.torch_device for device in devices])
+    for number, (name, device) in enumerate(zip(names, devices, strict=True)):
         free, total = torch.cuda.mem_get_info(number)
         taken = total - free
         yield Finding(
             f"GPU {number}",
-            f"{torch.cuda.get_device_name(number)}, {gib(total)}, {gib(free)} free",
+            f"{name}, {gib(total)}, {gib(free)} free",
             "note" if taken > total // 10 else "good",
             f"others hold {gib(taken)}, which stages cannot use" if taken > total // 10 else "",
             {"total_bytes": total, "free_bytes": free, "usable_bytes": device.memory_bytes()},

@@ -5,21 +5,19 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 import rpft
 from rpft.engine.device import Device
 from rpft.errors import UserError
 from rpft.files import digest
-from rpft.host import available_cores, processor
+from rpft.machine import device_names, machine_of, versions
 from rpft.model.functions import LayerFunctions
 from rpft.model.layout import align
 from rpft.optim.one_pass import OnePass
@@ -67,6 +65,10 @@ class Workbench:
         return self.devices[0].torch_device.type == "cuda"
 
     @property
+    def _places(self) -> list[torch.device]:
+        return [device.torch_device for device in self.devices]
+
+    @property
     def _row_tokens(self) -> int | None:
         """Of packed rows."""
         return self.job.data.typical_row_tokens if self.job.recipe.data.packing else None
@@ -100,7 +102,7 @@ class Workbench:
         job, engine = self.job, self.job.recipe.engine
         config = job.skeleton.model.config
         return {
-            "machine": machine_of(self.devices),
+            "machine": machine_of(self._places),
             "model": type(job.skeleton.model).__name__,
             "layers": _digest(job),
             "attention": getattr(config, "_attn_implementation", None),
@@ -115,13 +117,7 @@ class Workbench:
             "packed_rows": self._row_tokens,
             "cpu_threads": engine.cpu_threads,
             "emulate_link_gbps": engine.emulate_link_gbps,
-            "versions": {
-                "rpft": rpft.__version__,
-                "code": _code_mark(),
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-            },
+            "versions": {**versions(), "code": _code_mark()},
         }
 
     def measure(
@@ -187,7 +183,7 @@ class Workbench:
 
     def _speeds(self, sequence: int, block: int, measured: LayerProfile) -> tuple[float, ...]:
         """Of each GPU, over the first's, by the time that a block takes; empty where all are of one kind."""
-        names = machine_of(self.devices)["workers"]
+        names = device_names(self._places)
         if len(set(names)) == 1:
             return ()
         found = {names[0]: measured}
@@ -212,8 +208,7 @@ class Workbench:
         alone = [measure_link(device.torch_device, device.allocate_host) for device in self.devices]
         together = []
         if len(self.devices) > 1:
-            places = [device.torch_device for device in self.devices]
-            together = measure_links_together(places, self.devices[0].allocate_host)
+            together = measure_links_together(self._places, self.devices[0].allocate_host)
         emulated = self.job.recipe.engine.emulate_link_gbps
         most = float("inf") if emulated is None else emulated * 1e9
         alone, together = ([(min(up, most), min(down, most)) for up, down in some] for some in (alone, together))
@@ -241,18 +236,6 @@ class Workbench:
                 " has or engine.vram_limit allows. Less is needed with a smaller train.micro_batch_size or"
                 f" data.max_seq_len ({str(error).splitlines()[0]})"
             ) from error
-
-
-def machine_of(devices: Sequence[Device]) -> dict[str, Any]:
-    """What the machine with ``devices`` is, as far as measurements depend on it."""
-    places = [device.torch_device for device in devices]
-    on_cuda = places[0].type == "cuda"
-    return {
-        "workers": [torch.cuda.get_device_name(place) if on_cuda else "CPU" for place in places],
-        "cuda": (torch.version.cuda or torch.version.hip) if on_cuda else None,
-        "processor": processor(),
-        "cores": available_cores(),
-    }
 
 
 def _positions(kinds: list[tuple[int, ...]]) -> list[int]:

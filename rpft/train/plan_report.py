@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
-import rpft
+from rpft.machine import versions
 from rpft.plan.bill import gib
 from rpft.plan.machine import Machine
 from rpft.plan.plan import Stage
@@ -251,12 +247,7 @@ def report_plan(planned: Planned, machine: Machine | None = None) -> PlanReport:
         _memory(planned),
         [_change(planned, each) for each in tried],
         _machine(planned, machine),
-        {
-            "rpft": rpft.__version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        versions(),
     )
 
 

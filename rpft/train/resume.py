@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-import transformers
-
-import rpft
 from rpft.errors import UserError
+from rpft.machine import versions
 from rpft.recipe.schema import Recipe
 from rpft.train.checkpoint import CheckpointFolder, check_whole, read_state
 from rpft.train.job import divide_rows
@@ -52,12 +48,7 @@ def about_run(prepared: Prepared) -> dict[str, Any]:
         "plan": prepared.plan.to_json(),
         "workers": [device.name for device in prepared.devices],
         "kernels": prepared.kernels.kind,
-        "versions": {
-            "rpft": rpft.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
     }
 
 
