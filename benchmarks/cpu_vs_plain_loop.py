@@ -24,12 +24,13 @@ from rpft.engine.engine import Engine
 from rpft.engine.failure import Failure
 from rpft.engine.slot import HostBatch
 from rpft.engine.streams import Delays
+from rpft.model.build import build_model
 from rpft.model.checkpoint import Checkpoint, read_config
+from rpft.model.cut import cut
 from rpft.model.functions import LayerFunctions
 from rpft.model.host_store import HostStore
 from rpft.model.layers import build_layers
 from rpft.model.load import load_checkpoint
-from rpft.model.skeleton import build_model, cut
 from rpft.optim.adamw import AdamW
 from rpft.optim.host_optimizer import HostOptimizer
 from rpft.optim.schedule import Schedule

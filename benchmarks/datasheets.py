@@ -15,8 +15,9 @@ from dataclasses import replace
 import torch
 
 from rpft.model.adapters import LoraSettings, inject_lora
+from rpft.model.build import build_model
+from rpft.model.cut import cut
 from rpft.model.layers import build_layers
-from rpft.model.skeleton import build_model, cut
 from rpft.plan.bill import Workload
 from rpft.plan.choose import choose_plan, model_shape, step_shape
 from rpft.plan.costs import measured_costs

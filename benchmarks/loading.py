@@ -23,12 +23,14 @@ from safetensors.torch import save_file
 
 from rpft.engine.device import make_pool
 from rpft.model.adapters import LoraSettings, inject_lora
+from rpft.model.build import build_model
 from rpft.model.checkpoint import Checkpoint
+from rpft.model.cut import cut
 from rpft.model.host_store import HostStore
 from rpft.model.layers import build_layers
 from rpft.model.layout import TensorSpec
 from rpft.model.load import load_checkpoint
-from rpft.model.skeleton import Skeleton, build_model, cut
+from rpft.model.skeleton import Skeleton
 
 GB = 1e9
 SHARD_BYTES = 5 * GB

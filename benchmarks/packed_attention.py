@@ -18,10 +18,11 @@ from record import machine, write_record
 from throughput import numbers
 
 from rpft.machine import device_names
+from rpft.model.build import build_model
+from rpft.model.cut import cut
 from rpft.model.functions import LayerFunctions
 from rpft.model.layers import build_layers
 from rpft.model.packed_attention import adopt
-from rpft.model.skeleton import build_model, cut
 from rpft.plan.bill import gib
 from rpft.plan.profile import LayerMeter
 

@@ -20,10 +20,12 @@ import torch
 
 from rpft import __version__
 from rpft.model.adapters import LoraSettings, inject_lora
+from rpft.model.build import build_model
+from rpft.model.cut import cut
 from rpft.model.layers import build_layers
 from rpft.model.layout import LayerLayout
 from rpft.model.quant_choice import quantize_base
-from rpft.model.skeleton import Skeleton, build_model, cut
+from rpft.model.skeleton import Skeleton
 from rpft.plan.bill import Workload, make_bill
 from rpft.plan.choose import choose_plan, model_shape, step_shape
 from rpft.plan.costs import measured_costs

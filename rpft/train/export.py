@@ -16,13 +16,15 @@ import torch
 from rpft import files
 from rpft.errors import UserError
 from rpft.model.adapters import inject_lora, save_adapter
+from rpft.model.build import build_model
 from rpft.model.checkpoint import Checkpoint, read_config, resolve_checkpoint
+from rpft.model.cut import cut
 from rpft.model.layer_reader import LayerReader
 from rpft.model.layers import build_layers
 from rpft.model.layout import LayerLayout
 from rpft.model.merge import Drift, Merge, Tensors
 from rpft.model.save import SHARD_BYTES, write_config, write_layers, written_whole
-from rpft.model.skeleton import Skeleton, build_model, cut
+from rpft.model.skeleton import Skeleton
 from rpft.plan.bill import RESULT_EXTRAS_BYTES, gib
 from rpft.train.card import model_card
 from rpft.train.job import lora_settings, read_scaled_config

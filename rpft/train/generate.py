@@ -27,9 +27,10 @@ from rpft.data.asking import Asking
 from rpft.data.loader import DataSettings
 from rpft.errors import UserError
 from rpft.model.adapters import adapts_parameters
+from rpft.model.build import build_model
 from rpft.model.checkpoint import Checkpoint, read_config
+from rpft.model.cut import cut
 from rpft.model.merge import Merge
-from rpft.model.skeleton import build_model, cut
 from rpft.plan.bill import available_host_bytes, gib
 from rpft.train.export import base_folder, generation_config, open_trained, write_adapter
 from rpft.train.job import read_scaled_config

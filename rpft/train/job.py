@@ -12,7 +12,9 @@ import torch
 
 from rpft.errors import UserError
 from rpft.model.adapters import LoraSettings, inject_lora
+from rpft.model.build import build_model
 from rpft.model.checkpoint import Checkpoint, read_config, resolve_checkpoint
+from rpft.model.cut import cut
 from rpft.model.cut_experts import cut_experts, ever_more_groups
 from rpft.model.layers import build_layers
 from rpft.model.layout import LayerLayout
@@ -20,13 +22,13 @@ from rpft.model.moments import StateFormat
 from rpft.model.positions import can_be_scaled, scale_positions
 from rpft.model.quant_choice import quantize_base
 from rpft.model.router_loss import chosen_coefficient
-from rpft.model.skeleton import Skeleton, build_model, cut, has_dropout
+from rpft.model.skeleton import Skeleton, has_dropout
 from rpft.model.verify import verify_packing
 from rpft.plan.bill import ModelShape, Workload
 from rpft.plan.choose import model_shape
-from rpft.plan.partition import choose_num_microbatches
 from rpft.plan.plan import Plan, read_about, read_plan
 from rpft.plan.profile import LayerProfile
+from rpft.plan.partition import choose_num_microbatches
 from rpft.recipe.schema import Recipe
 from rpft.recipe.sections.adapter import Adapter
 from rpft.train.kernels import KernelChoice, choose_gradient_dtype

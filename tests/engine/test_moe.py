@@ -10,8 +10,8 @@ import torch
 from support.engines import plan_of, run_engine
 from support.models import tiny_model
 
+from rpft.model.cut import cut
 from rpft.model.functions import LayerFunctions
-from rpft.model.skeleton import cut
 from rpft.optim.adamw import AdamW
 from rpft.plan.bill import ModelShape, Workload, make_bill
 from rpft.plan.sizes import RESULTS_IN_FLIGHT

@@ -12,11 +12,12 @@ from support.models import FAMILIES, load, skeleton_of, tiny_checkpoint, tiny_co
 
 from rpft.errors import UserError
 from rpft.model.adapters import LoraSettings
+from rpft.model.build import build_model
+from rpft.model.cut import cut
 from rpft.model.host_store import HostStore, store_bytes
 from rpft.model.layers import build_layers, freeze_all, layer_names
 from rpft.model.layout import ALIGNMENT_BYTES, ALIGNMENT_ELEMENTS, Borrow, TensorSpec, build_layouts
 from rpft.model.moments import StateFormat
-from rpft.model.skeleton import build_model, cut
 
 LORA = LoraSettings(r=4, alpha=8.0, dropout=0.0, target_modules="all-linear")
 FLAT = ("second", "gradient", "master", "exp_avg", "exp_avg_sq")

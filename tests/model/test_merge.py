@@ -17,11 +17,12 @@ from transformers import AutoModelForCausalLM
 
 from rpft.errors import UserError
 from rpft.model.adapters import LoraSettings
+from rpft.model.build import build_model
 from rpft.model.checkpoint import Checkpoint, read_config
+from rpft.model.cut import cut
 from rpft.model.layer_reader import LayerReader
 from rpft.model.merge import Drift, Merge
 from rpft.model.save import write_config, write_layers
-from rpft.model.skeleton import build_model, cut
 
 TIED = {
     "tied, at the embedding": ("llama_tied", {"target_modules": ["embed_tokens", "q_proj"]}),

@@ -12,12 +12,13 @@ from support.models import Loaded, tiny_checkpoint, tiny_config
 from transformers import AutoModelForCausalLM
 
 from rpft.errors import UserError
+from rpft.model.build import build_model
 from rpft.model.checkpoint import Checkpoint, read_config
+from rpft.model.cut import cut
 from rpft.model.host_store import HostStore
 from rpft.model.layers import build_layers
 from rpft.model.load import load_checkpoint
 from rpft.model.positions import can_be_scaled, scale_positions
-from rpft.model.skeleton import build_model, cut
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox", "phi3"])

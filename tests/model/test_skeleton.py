@@ -12,7 +12,9 @@ from support.models import FAMILIES, MORE_FAMILIES, skeleton_of, tiny_checkpoint
 from torch import nn
 
 from rpft.errors import UserError
-from rpft.model.skeleton import build_model, cut, find_blocks, has_dropout, kinds_of_blocks
+from rpft.model.build import build_model
+from rpft.model.cut import cut, find_blocks
+from rpft.model.skeleton import has_dropout, kinds_of_blocks
 
 _SMALL = {
     "vocab_size": 320,

@@ -11,11 +11,12 @@ import torch
 import transformers
 
 from rpft.model.adapters import LoraSettings, inject_lora
+from rpft.model.build import build_model
+from rpft.model.cut import cut
 from rpft.model.cut_experts import ever_more_groups
 from rpft.model.layers import build_layers
 from rpft.model.moments import StateFormat
 from rpft.model.quant_choice import quantize_base
-from rpft.model.skeleton import build_model, cut
 from rpft.plan.bill import Billing, Workload, least_device_bytes, make_bill
 from rpft.plan.choose import choose_plan, model_shape, step_shape
 from rpft.plan.costs import measured_costs

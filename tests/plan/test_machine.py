@@ -7,8 +7,9 @@ import torch
 import transformers
 
 from rpft.errors import UserError
+from rpft.model.build import build_model
+from rpft.model.cut import cut
 from rpft.model.layers import build_layers
-from rpft.model.skeleton import build_model, cut
 from rpft.plan.bill import Workload, make_bill
 from rpft.plan.choose import choose_plan, model_shape, step_shape
 from rpft.plan.costs import measured_costs

@@ -11,9 +11,11 @@ import pytest
 import torch
 from support.docs import ROOT
 
+from rpft.model.build import build_model
+from rpft.model.cut import cut
 from rpft.model.layers import build_layers
 from rpft.model.layout import LayerLayout
-from rpft.model.skeleton import Skeleton, build_model, cut
+from rpft.model.skeleton import Skeleton
 from rpft.plan.bill import Workload
 from rpft.plan.choose import choose_plan, model_shape, step_shape
 from rpft.plan.costs import measured_costs

@@ -18,7 +18,9 @@ from rpft.engine.failure import Failure
 from rpft.engine.slot import HostBatch
 from rpft.engine.streams import Delays
 from rpft.model.adapters import LoraSettings, initialise_lora, inject_lora
+from rpft.model.build import build_model
 from rpft.model.checkpoint import Checkpoint, read_config
+from rpft.model.cut import cut
 from rpft.model.cut_experts import cut_experts
 from rpft.model.frozen_file import FrozenFile
 from rpft.model.functions import LayerFunctions
@@ -30,7 +32,6 @@ from rpft.model.moments import StateFormat, stored_parts
 from rpft.model.moments_file import MomentsFile
 from rpft.model.quant import QuantKind
 from rpft.model.quant_choice import quantize_base
-from rpft.model.skeleton import build_model, cut
 from rpft.optim.adamw import AdamW
 from rpft.optim.host_optimizer import HostOptimizer, UpdateResult
 from rpft.optim.one_pass import FusedPass, OnePass

@@ -14,14 +14,16 @@ import torch
 import transformers
 
 from rpft.model.adapters import LoraSettings, inject_lora
+from rpft.model.build import build_model
 from rpft.model.checkpoint import Checkpoint, read_config
+from rpft.model.cut import cut
 from rpft.model.cut_experts import cut_experts
 from rpft.model.host_store import HostStore
 from rpft.model.layers import build_layers
 from rpft.model.load import load_checkpoint
 from rpft.model.quant import QuantKind
 from rpft.model.quant_choice import quantize_base
-from rpft.model.skeleton import Skeleton, build_model, cut
+from rpft.model.skeleton import Skeleton
 
 VOCABULARY = 320
 
