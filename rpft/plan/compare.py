@@ -17,6 +17,7 @@ from rpft.model.cut import cut
 from rpft.model.layers import build_layers
 from rpft.model.layout import LayerLayout
 from rpft.model.skeleton import Skeleton
+from rpft.plan.balance import even_stages
 from rpft.plan.bill import Workload, make_bill
 from rpft.plan.choose import choose_plan, model_shape, step_shape
 from rpft.plan.costs import LayerLoad, measured_costs
@@ -25,7 +26,7 @@ from rpft.plan.model_shapes import read_shape
 from rpft.plan.plan import Plan, Stage
 from rpft.plan.predict import even_seconds
 from rpft.plan.rates import Rates
-from rpft.plan.partition import divisors, even_stages
+from rpft.plan.rounds import divisors
 from rpft.plan.schedules import StageTime, Timeline, breadth_first, one_f_one_b
 from rpft.plan.simulate import step_seconds
 from rpft.plan.step_shape import StepShape

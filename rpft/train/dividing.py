@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rpft.errors import UserError
-from rpft.plan.partition import divisors, is_small
+from rpft.plan.partition import is_small
+from rpft.plan.rounds import divisors
 from rpft.train.job import Job
 from rpft.train.planned import AnyPlanned, Planned
 

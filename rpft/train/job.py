@@ -28,7 +28,7 @@ from rpft.plan.bill import ModelShape, Workload
 from rpft.plan.choose import model_shape
 from rpft.plan.plan import Plan, read_about, read_plan
 from rpft.plan.profile import LayerProfile
-from rpft.plan.partition import choose_num_microbatches
+from rpft.plan.rounds import choose_num_microbatches
 from rpft.recipe.schema import Recipe
 from rpft.recipe.sections.adapter import Adapter
 from rpft.train.kernels import KernelChoice, choose_gradient_dtype

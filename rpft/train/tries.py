@@ -12,8 +12,8 @@ from rpft.model.layout import align
 from rpft.model.scratch_file import lies_in_ram
 from rpft.plan.bill import gib
 from rpft.plan.costs import scaled
-from rpft.plan.partition import choose_num_microbatches
 from rpft.plan.plan import Plan
+from rpft.plan.rounds import choose_num_microbatches
 from rpft.recipe.schema import Recipe
 from rpft.recipe.sections.adapter import Adapter
 from rpft.train.planned import MEMORY_NAMES, Planned

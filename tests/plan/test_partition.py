@@ -13,10 +13,11 @@ from support.steps import makespan, random_step, slot_times
 
 from rpft.plan.cases import read_cases
 from rpft.plan.costs import LayerCost, LayerLoad
-from rpft.plan.partition import balanced_plan, choose_num_microbatches, improved, with_smaller_fused_stage
+from rpft.plan.partition import balanced_plan, improved, with_smaller_fused_stage
 from rpft.plan.plan import Plan, Stage
 from rpft.plan.pool import serve
 from rpft.plan.rates import AT_ONCE, Rates
+from rpft.plan.rounds import choose_num_microbatches
 from rpft.plan.simulate import step_seconds, steps_seconds
 from rpft.plan.step_shape import StepShape
 
