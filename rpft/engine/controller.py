@@ -12,17 +12,16 @@ event is made here, in that order, who waits for whom is decided in one thread a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
 from rpft.engine.buffers import Boundary, BoundaryPool, Reading
-from rpft.engine.pace import Pace
+from rpft.engine.losses import Losses
 from rpft.engine.slot import GradientCopy, HostBatch, Slot, SlotKind, Task, WeightCopy
 from rpft.engine.streams import Event, happened
+from rpft.engine.turns import Turn, Turns
 from rpft.engine.worker import Worker
 from rpft.model.dropout import mix
 from rpft.model.host_store import HostStore
@@ -47,29 +46,6 @@ class WeightVersion:
     @staticmethod
     def of(copy: int, written: list[Event]) -> WeightVersion:
         return WeightVersion(copy, written, [[] for _ in written])
-
-
-@dataclass
-class Losses:
-    """Loss sums of a step or an evaluation, complete when all of ``ready`` are."""
-
-    values: list[torch.Tensor] = field(default_factory=list)
-    """A float32 host tensor [microbatches] a round; of routers [microbatches, layers] a slot."""
-    ready: list[Event] = field(default_factory=list)
-
-    def expect(self, shape: tuple[int, ...], ready: Event) -> torch.Tensor:
-        """A tensor that will hold more of them once ``ready`` is complete."""
-        self.values.append(torch.zeros(shape))
-        self.ready.append(ready)
-        return self.values[-1]
-
-    def total(self) -> float:
-        """The sum over all microbatches, in order, in double precision."""
-        return float(sum(value.double().sum() for value in self.values))
-
-    def exact_total(self) -> float:
-        """The sum, rounded once, whatever its order: which slots there are depends on the plan."""
-        return math.fsum(each for value in self.values for each in value.flatten().tolist())
 
 
 @dataclass
@@ -98,16 +74,6 @@ class Update:
     after: WeightVersion
     replaced: WeightVersion
     """What lay where ``after`` is written: ``before`` itself, or, with delayed updates, the version before it."""
-
-
-class _Turn(NamedTuple):
-    """A slot's place in the order of dispatch."""
-
-    number: int
-    """Of the slot in the run."""
-    worker: int
-    begins: int
-    """About when, see ``Pace``."""
 
 
 class Controller:
@@ -141,8 +107,7 @@ class Controller:
         self.first_trained = self._has_gradient.index(True)
         self._keeping = set(keeping_layers(self._layouts, plan, self.first_trained))
         self._balanced = balanced
-        self._slots_dispatched = 0
-        self._pace = Pace(len(workers))
+        self._turns = Turns(plan, len(workers))
         assert not update_lag or all(x.second.numel() > 0 for x in store.layers if x.layout.num_trained > 0)
         self._copies = [WeightVersion.of(i, [happened() for _ in store.layers]) for i in range(1 + update_lag)]
         """What lies in each copy of the working weights."""
@@ -165,7 +130,7 @@ class Controller:
             torch.zeros(len(self._layouts), dtype=torch.float64),
         )
         if not self._update_lag:
-            self._pace.rest()  # for the update
+            self._turns.rest()  # for the update
         size = self._plan.num_microbatches
         for number, start in enumerate(range(0, len(microbatches), size)):
             tasks = [(b, self._key(step, start + i)) for i, b in enumerate(microbatches[start : start + size])]
@@ -212,7 +177,7 @@ class Controller:
                 break
             fused = stage is self._plan.fused
             passes_on = stage.first > self.first_trained
-            turn = self._next_turn(place, len(batches), follows=place > first_place)
+            turn = self._turns.next(place, len(batches), follows=place > first_place)
             tasks = []
             for m, batch in enumerate(batches):
                 task, at = Task(*batch), turn.begins + m
@@ -259,7 +224,7 @@ class Controller:
         kept: dict[int, list[Boundary]] = {}
         starts = {stage.first for stage in self._plan.forward} | {self._plan.fused.first}
         for number, stage in enumerate(self._plan.forward):
-            turn = self._next_turn(None if place is None else place + number, len(batches), follows=number > 0)
+            turn = self._turns.next(None if place is None else place + number, len(batches), follows=number > 0)
             tasks = [Task(*batch) for batch in batches]
             for m, task in enumerate(tasks):
                 if stage.first > 0:
@@ -280,7 +245,7 @@ class Controller:
 
     def _loss_slot(self, batches: Sequence[KeyedBatch], inputs: dict[int, list[Boundary]], losses: Losses) -> None:
         fused = self._plan.fused
-        turn = self._next_turn(None, len(batches), follows=bool(self._plan.forward))
+        turn = self._turns.next(None, len(batches), follows=bool(self._plan.forward))
         tasks = [Task(*batch) for batch in batches]
         if fused.first > 0:
             for m, task in enumerate(tasks):
@@ -309,20 +274,9 @@ class Controller:
                 ticket.landed[layer] = copies[-1].landed
         return copies
 
-    def _next_turn(self, place: int | None, num_microbatches: int, follows: bool) -> _Turn:
-        """The next slot's: on the worker that the plan says, or the next by a count that runs on and on.
-
-        ``place``: of the slot in its step; None in an evaluation, which goes in turn. ``follows``: see ``Pace``.
-        """
-        number, workers = self._slots_dispatched, len(self._workers)
-        self._slots_dispatched += 1
-        planned = None if place is None else self._plan.worker_of(place, workers)
-        worker = number % workers if planned is None else planned
-        return _Turn(number, worker, self._pace.begin(worker, num_microbatches, follows))
-
     def _dispatch(
         self,
-        turn: _Turn,
+        turn: Turn,
         kind: SlotKind,
         stage: Stage,
         segments: tuple[Stage, ...],

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from rpft.engine.buffers import BoundaryPool
-from rpft.engine.controller import Controller, Losses, Ticket, Update
+from rpft.engine.controller import Controller, Ticket, Update
 from rpft.engine.device import Device
 from rpft.engine.failure import POLL_SECONDS, Failure
+from rpft.engine.losses import Losses
 from rpft.engine.slot import HostBatch
 from rpft.engine.streams import Delays, Stream
 from rpft.engine.worker import Worker

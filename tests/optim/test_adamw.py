@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from rpft.engine.accumulators import square_sum
-from rpft.engine.controller import Losses, Ticket, Update, WeightVersion
+from rpft.engine.controller import Ticket, Update, WeightVersion
 from rpft.engine.failure import Failure
+from rpft.engine.losses import Losses
 from rpft.engine.streams import Delays, Event, happened
 from rpft.model.host_store import HostStore
 from rpft.model.layout import TensorSpec, build_layouts
