@@ -22,8 +22,9 @@ from rpft.model.host_store import HostStore
 from rpft.model.quant import PackedWeight, Parts
 from rpft.plan.model_shapes import read_shape, shape_names
 from rpft.recipe.schema import Recipe
-from rpft.train.job import Job, model_parts
+from rpft.train.job import Job
 from rpft.train.kernels import KernelChoice
+from rpft.train.model_parts import model_parts
 from rpft.train.prepare import Prepared
 from rpft.train.rows import RunData
 from rpft.train.weights import make_store

@@ -27,7 +27,7 @@ from rpft.model.save import SHARD_BYTES, write_config, write_layers, written_who
 from rpft.model.skeleton import Skeleton
 from rpft.plan.bill import RESULT_EXTRAS_BYTES, gib
 from rpft.train.card import model_card
-from rpft.train.job import lora_settings, read_scaled_config
+from rpft.train.model_parts import lora_settings, read_scaled_config
 from rpft.train.run_folder import (
     LATEST,
     RunFolder,

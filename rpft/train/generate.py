@@ -33,7 +33,7 @@ from rpft.model.cut import cut
 from rpft.model.merge import Merge
 from rpft.plan.bill import available_host_bytes, gib
 from rpft.train.export import base_folder, generation_config, open_trained, write_adapter
-from rpft.train.job import read_scaled_config
+from rpft.train.model_parts import read_scaled_config
 from rpft.train.rows import load_tokenizer
 from rpft.train.run_folder import BASE, LATEST, TrainedFolder, asked_as_trained, open_run, read_json
 from rpft.train.used_experts import upload_only_used_experts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -11,27 +10,22 @@ from typing import Any
 import torch
 
 from rpft.errors import UserError
-from rpft.model.adapters import LoraSettings, inject_lora
-from rpft.model.build import build_model
-from rpft.model.checkpoint import Checkpoint, read_config, resolve_checkpoint
-from rpft.model.cut import cut
-from rpft.model.cut_experts import cut_experts, ever_more_groups
+from rpft.model.checkpoint import Checkpoint, resolve_checkpoint
+from rpft.model.cut_experts import ever_more_groups
 from rpft.model.layers import build_layers
 from rpft.model.layout import LayerLayout
 from rpft.model.moments import StateFormat
-from rpft.model.positions import can_be_scaled, scale_positions
-from rpft.model.quant_choice import quantize_base
-from rpft.model.router_loss import chosen_coefficient
+from rpft.model.positions import can_be_scaled
 from rpft.model.skeleton import Skeleton, has_dropout
-from rpft.model.verify import verify_packing
 from rpft.plan.bill import ModelShape, Workload
 from rpft.plan.choose import model_shape
-from rpft.plan.plan import Plan, read_about, read_plan
+from rpft.plan.plan import Plan
 from rpft.plan.profile import LayerProfile
 from rpft.plan.rounds import choose_num_microbatches
 from rpft.recipe.schema import Recipe
-from rpft.recipe.sections.adapter import Adapter
+from rpft.train.given_plan import about_given, given_plan
 from rpft.train.kernels import KernelChoice, choose_gradient_dtype
+from rpft.train.model_parts import model_keys, model_parts, read_scaled_config
 from rpft.train.rows import PAD_TO_MULTIPLE, RunData, load_data
 
 _STEPS_SAMPLED = 4
@@ -144,7 +138,7 @@ class Job:
         UserError where the change contradicts something else.
         """
         base = Job(**self.parts())
-        if _model_keys(recipe) != _model_keys(self.recipe):
+        if model_keys(recipe) != model_keys(self.recipe):
             groups = self.skeleton.num_groups
             base = replace(base, **model_parts(recipe, self.config, self.checkpoint, groups))
         data = replace(self.data, micro_batch_size=recipe.train.microbatch_rows)
@@ -215,7 +209,7 @@ def read_job(recipe: Recipe, kernels: KernelChoice, weights: bool = True) -> Job
     """
     open_rows = recipe.train.micro_batch_size == "auto"
     if open_rows:
-        said = 1 if recipe.engine.plan is None else read_about(Path(recipe.engine.plan)).get("micro_batch_size", 1)
+        said = about_given(recipe).get("micro_batch_size", 1)
         in_step = recipe.train.gradient_accumulation_steps
         recipe = divide_rows(recipe, said if in_step % said == 0 else 1)
     folder = resolve_checkpoint(recipe.model.path, recipe.model.revision, weights)
@@ -232,9 +226,8 @@ def read_job(recipe: Recipe, kernels: KernelChoice, weights: bool = True) -> Job
             f"the longest row has {data.longest} tokens with padding, the model has {positions} positions;"
             f" set data.max_seq_len to at most {positions - positions % PAD_TO_MULTIPLE}{more}"
         )
-    groups = 1 if recipe.engine.plan is None else read_about(Path(recipe.engine.plan)).get("expert_groups", 1)
-    parts = model_parts(recipe, config, checkpoint, groups)
-    given = _given_plan(recipe, parts["skeleton"], len(parts["layouts"]))
+    parts = model_parts(recipe, config, checkpoint, about_given(recipe).get("expert_groups", 1))
+    given = given_plan(recipe, parts["skeleton"], len(parts["layouts"]))
     num_microbatches, gradient_dtype = _rounds(recipe, given, parts["dtype"])
     return Job(
         recipe=recipe,
@@ -248,97 +241,6 @@ def read_job(recipe: Recipe, kernels: KernelChoice, weights: bool = True) -> Job
         open_rows=open_rows,
         **parts,
     )
-
-
-def read_scaled_config(recipe: Recipe, folder: Path) -> Any:
-    """The config in ``folder`` with the positions that the recipe asks for."""
-    config, scaling = read_config(folder), recipe.model.rope_scaling
-    if scaling.type != "config":
-        scale_positions(config, scaling.type, scaling.factor)
-    return config
-
-
-def lora_settings(adapter: Adapter) -> LoraSettings:
-    """The adapter that a recipe describes."""
-    targets = adapter.target_modules
-    return LoraSettings(
-        adapter.r,
-        adapter.alpha,
-        adapter.dropout,
-        targets if isinstance(targets, str) else list(targets),
-        adapter.rslora,
-        adapter.dora,
-        adapter.modules_to_save,
-        adapter.target_parameters,
-    )
-
-
-def made_for(skeleton: Skeleton) -> dict[str, Any]:
-    """What a plan file says of the model that it is for."""
-    config = skeleton.model.config.get_text_config()
-    return {
-        "model": type(skeleton.model).__name__,
-        "blocks": skeleton.num_blocks,
-        "hidden_size": config.hidden_size,
-        "vocab_size": config.vocab_size,
-    }
-
-
-def _model_keys(recipe: Recipe) -> tuple[Any, ...]:
-    """What of a recipe decides ``model_parts``, beside packing."""
-    return recipe.model, recipe.adapter, recipe.train.router_aux_loss
-
-
-def model_parts(recipe: Recipe, config: Any, checkpoint: Checkpoint, expert_groups: int = 1) -> dict[str, Any]:
-    """Those fields of a Job that model and adapter decide, and in how many layers of their own experts are."""
-    dtype = getattr(torch, recipe.model.dtype)
-    skeleton = cut(build_model(copy.deepcopy(config), dtype, recipe.model.attention))  # building changes it
-    skeleton.router_loss = chosen_coefficient(recipe.train.router_aux_loss, skeleton.model.config)
-    if recipe.data.packing:
-        verify_packing(skeleton, dtype)
-    peft_model = None
-    if recipe.adapter is not None:
-        peft_model = inject_lora(skeleton, lora_settings(recipe.adapter), recipe.model.path)
-    if recipe.model.quantize != "none":
-        stored = checkpoint.stored if checkpoint.stored.weights and recipe.model.quantize == "nf4" else None
-        quantize_base(
-            skeleton,
-            recipe.model.quantize,
-            dtype,
-            only=stored and stored.weights,
-            nested=stored is None or stored.nested,
-        )
-    skeleton = cut_experts(skeleton, expert_groups, dtype)
-    layouts = build_layers(skeleton, dtype)
-    return {"skeleton": skeleton, "peft_model": peft_model, "layouts": layouts, "dtype": dtype}
-
-
-def _given_plan(recipe: Recipe, skeleton: Skeleton, num_layers: int) -> Plan | None:
-    """The plan of ``engine.plan``; UserError where it is not one for this model, or contradicts the recipe."""
-    path = recipe.engine.plan
-    if path is None:
-        return None
-    plan, settings = read_plan(Path(path)), recipe.engine
-    now, then = made_for(skeleton), read_about(Path(path)).get("made_for", {})
-    differences = [f"{key} {then[key]}, not {now[key]}" for key in now if key in then and then[key] != now[key]]
-    if differences:
-        raise UserError(
-            f"engine.plan {path} does not fit {recipe.model.path}: it was made for {'; '.join(differences)}."
-            " Make it again with `rpft plan`"
-        )
-    try:
-        plan.check(num_layers)
-    except UserError as error:
-        raise UserError(f"engine.plan {path} does not fit {recipe.model.path}: {error}") from None
-    wanted = (("num_microbatches", settings.num_microbatches), ("recompute", settings.recompute))
-    for key, value in wanted:
-        # A plan by hand is an answer to these settings; one that was made followed others.
-        if then and value not in (None, "auto", getattr(plan, key)):
-            raise UserError(
-                f"engine.plan {path} does not fit the recipe: its {key} is {getattr(plan, key)} and"
-                f" engine.{key} is {value}. Leave engine.{key} out, or make the plan again"
-            )
-    return plan
 
 
 def _rounds(recipe: Recipe, given: Plan | None, dtype: torch.dtype) -> tuple[int, torch.dtype]:

@@ -13,8 +13,8 @@ from rpft.plan.plan import Stage
 from rpft.plan.playback import Playback, play_back, slot_kind
 from rpft.plan.predict import Prediction
 from rpft.plan.simulate import slot_works
+from rpft.train.given_plan import made_for
 from rpft.train.hold_up import about_saves
-from rpft.train.job import made_for
 from rpft.train.planned import MEMORY_NAMES, Planned
 from rpft.train.planning import full_prediction
 from rpft.train.tries import Tried, faster, smaller, tokens_per_second

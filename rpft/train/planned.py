@@ -23,7 +23,8 @@ from rpft.plan.simulate import step_seconds
 from rpft.plan.sizes import frozen_bytes_up
 from rpft.plan.step_shape import StepShape
 from rpft.train.checkpoint import checkpoint_bytes
-from rpft.train.job import Job, made_for
+from rpft.train.given_plan import made_for
+from rpft.train.job import Job
 from rpft.train.room import most_checkpoints
 from rpft.train.save_copies import copies_bytes
 from rpft.train.target import Target
