@@ -83,9 +83,11 @@ class MetricsFile:
         Gives the steps up to ``step`` that have no line. There are some only where the file was touched, or the
         run began in another folder.
         """
-        kept = [(text, line) for text, line in self._whole_lines() if line["step"] <= step]
-        if self.path.exists():
-            files.write_whole(self.path, "".join(text + "\n" for text, _ in kept))
+        with self._lock:
+            kept = [(text, line) for text, line in self._whole_lines() if line["step"] <= step]
+            if self.path.exists() or self._waiting:
+                files.write_whole(self.path, "".join(text + "\n" for text, _ in kept))
+                self._waiting.clear()
         return sorted(set(range(1, step + 1)) - {line["step"] for _, line in kept if "loss" in line})
 
     def sync(self) -> None:
@@ -97,22 +99,21 @@ class MetricsFile:
 
     def has_evaluation(self, step: int) -> bool:
         """Whether an evaluation at ``step`` is already in the file."""
-        return any("eval_loss" in line and line["step"] == step for _, line in self._whole_lines())
+        return any("eval_loss" in line and line["step"] == step for line in self.lines())
 
     def losses(self) -> list[tuple[int, float]]:
         """(step, loss) of every step that has one, in order."""
-        lines = (line for _, line in self._whole_lines())
-        return [(line["step"], line["loss"]) for line in lines if line.get("loss") is not None]
+        return [(line["step"], line["loss"]) for line in self.lines() if line.get("loss") is not None]
 
     def lines(self) -> list[dict[str, Any]]:
-        """Every whole line."""
-        return [line for _, line in self._whole_lines()]
+        """Every whole line, those that wait for the disk included."""
+        with self._lock:
+            return [line for _, line in self._whole_lines()]
 
     def _whole_lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(text, content) of each line that is a whole JSON object."""
-        if not self.path.is_file():
-            return
-        for text in self.path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        """(text, content) of each line that is a whole JSON object, in the file or waiting."""
+        written = self.path.read_text(encoding="utf-8", errors="replace") if self.path.is_file() else ""
+        for text in [*written.split("\n"), *(line.rstrip("\n") for line in self._waiting)]:
             with suppress(ValueError):
                 line = json.loads(text)
                 if isinstance(line, dict) and isinstance(line.get("step"), int):

@@ -45,3 +45,24 @@ def test_what_a_resumed_run_keeps_is_whole_lines_up_to_its_step_and_gaps_are_tol
     assert MetricsFile(tmp_path).keep_until(5) == [3]
     assert steps(tmp_path) == [1, 2, 4, 5]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_lines_that_wait_for_a_full_disk_are_known_and_go_with_the_steps_that_a_run_goes_back_behind(
+    tmp_path, monkeypatch
+):
+    metrics = MetricsFile(tmp_path)
+    metrics.append(EvalRecord(1, 0.5, 3))
+
+    def full(file, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write", full)
+        for step in (2, 3, 4):
+            metrics.append(EvalRecord(step, 0.5, 3))
+    assert metrics.has_evaluation(4)
+    metrics.keep_until(2)
+    assert not metrics.has_evaluation(4)
+    metrics.append(EvalRecord(3, 0.25, 3))
+    metrics.sync()
+    assert steps(tmp_path) == [1, 2, 3]
