@@ -41,13 +41,14 @@ class RunLock:
             ) from None
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
+                os.close(descriptor)
                 raise
             logger.warning(
                 "%s: this disk has no locks; two runs into one directory would not be noticed", self._path
             )
+        self._descriptor = descriptor  # before what a full disk refuses, so that ``release`` lets go of it
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
-        self._descriptor = descriptor
 
     def release(self) -> None:
         if self._descriptor is not None:

@@ -1,5 +1,8 @@
 """One run an output directory, and a crash leaves nothing locked."""
 
+import errno
+import fcntl
+import os
 import signal
 import subprocess
 import sys
@@ -71,3 +74,19 @@ def test_train_refuses_a_directory_in_use_and_lets_go_of_its_own(project):
         assert "is in use" in made.train("out", *words).err
     lock.release()
     made.train_well("out", "--resume")
+
+
+@pytest.mark.parametrize("call", ["flock", "ftruncate"])
+def test_a_disk_that_fails_leaves_the_directory_to_the_next_run(tmp_path, monkeypatch, call):
+    def fail(*arguments):
+        raise OSError(errno.EIO, "Input/output error")
+
+    lock = RunLock(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl if call == "flock" else os, call, fail)
+        opened = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(OSError, match="Input/output"):
+            lock.take()
+    lock.release()
+    assert len(os.listdir("/proc/self/fd")) == opened
+    RunLock(tmp_path).take()
