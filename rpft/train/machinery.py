@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from rpft.engine.engine import Engine
-from rpft.engine.failure import POLL_SECONDS, EngineError, Failure, causes
+from rpft.engine.failure import POLL_SECONDS, EngineError, Failure, causes, out_of_device_memory
 from rpft.engine.streams import Delays, Event, Stream
 from rpft.engine.watchdog import Watchdog
 from rpft.model.host_store import HostStore
@@ -161,8 +161,13 @@ class Machinery:
         ) from error
 
     def change_plan(self, prepared: Prepared) -> None:
-        """Goes on with another plan, behind the last update. Nothing may be under way."""
-        self._end()
+        """Goes on with another plan, behind the last update. Nothing may be under way.
+
+        Raises EngineError where a thread of the old plan does not end.
+        """
+        if not self._end():
+            self._failure.raise_if_failed()
+            raise EngineError("a thread of the engine did not end before the change to another plan")
         self._let_go(None)
         self.prepared = prepared
         self.saver.limit_memory(prepared.copies_bytes)
@@ -170,10 +175,16 @@ class Machinery:
         self.start()
 
     def go_back(self, read: Callable[[], TrainState], reason: Exception) -> TrainState:
-        """Drops what is under way and has ``read`` fill the store; ``start`` goes on behind what that gives."""
+        """Drops what is under way and has ``read`` fill the store; ``start`` goes on behind what that gives.
+
+        A device without memory meanwhile is no hindrance; another fault that came before is raised.
+        """
         self._failure.set(reason)
         ended = self._end()
         self.saver.wait()
+        first = self._failure.error
+        if first is not None and first is not reason and not out_of_device_memory(first):
+            raise first
         if not ended:
             raise reason
         self._let_go(None)

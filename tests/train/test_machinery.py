@@ -1,0 +1,57 @@
+"""Beginning anew: only when every thread has ended, and never in place of a fault that came first."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rpft.engine.failure import EngineError, Failure
+from rpft.train.machinery import Machinery
+from rpft.train.spikes import Spike
+
+
+class Halfway(Machinery):
+    """Without an engine: its threads end, or do not."""
+
+    def __init__(self, ends: bool) -> None:
+        self.ends, self.let_go = ends, False
+        self._failure = Failure()
+        self.saver: Any = SimpleNamespace(wait=lambda: None, limit_memory=lambda num_bytes: None)
+
+    def _end(self):
+        return self.ends
+
+    def _let_go(self, error):
+        self.let_go = True
+
+    def _begin_at(self, state):
+        self.begun_at = state
+
+
+SPIKE = Spike(range(3, 5), Path("step-00000002"))
+
+
+def test_another_plan_is_not_begun_beside_threads_of_the_old_one():
+    machinery = Halfway(ends=False)
+    with pytest.raises(EngineError, match="did not end"):
+        machinery.change_plan(SimpleNamespace(copies_bytes=0))  # type: ignore[arg-type]
+    assert not machinery.let_go
+
+
+def test_a_fault_that_came_before_a_spike_is_not_forgotten():
+    machinery = Halfway(ends=True)
+    machinery._failure.set(EngineError("it broke"))
+    with pytest.raises(EngineError, match="it broke"):
+        machinery.go_back(lambda: pytest.fail("the run has ended"), SPIKE)
+
+
+@pytest.mark.parametrize("before", [None, torch.OutOfMemoryError("of 1 GiB")])
+def test_a_run_goes_back_with_or_without_memory(before):
+    machinery, state = Halfway(ends=True), object()
+    if before is not None:
+        machinery._failure.set(before)
+    assert machinery.go_back(lambda: state, SPIKE) is state  # type: ignore[arg-type,return-value]
+    assert machinery.begun_at is state
+    assert not machinery._failure.failed
