@@ -76,13 +76,14 @@ class Worker:
         self._batches: dict[HostBatch, DeviceBatch] = {}
         self._going_down: deque[Event] = deque()
         """When each result is down that is computed, the oldest first; without those that were waited for."""
-        # Last, so that no thread is left behind where a buffer is too much for the device.
+        # Last, so that no thread is left behind where a buffer is too much; the one of the disk, which has buffers
+        # too, before the others.
+        self._read_ahead = ReadAhead(device, sizes.weight_bytes, failure, delays) if frozen_on_disk else None
         self._compute = device.stream("compute", failure, delays)
         self._weights_up = device.stream("weights up", failure, delays)
         self._activations_up = device.stream("activations up", failure, delays)
         self._activations_down = device.stream("activations down", failure, delays)
         self._gradients_down = device.stream("gradients down", failure, delays)
-        self._read_ahead = ReadAhead(device, sizes.weight_bytes, failure, delays) if frozen_on_disk else None
 
     @property
     def streams(self) -> list[Stream]:

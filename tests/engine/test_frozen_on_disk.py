@@ -11,11 +11,13 @@ from support.engines import plan_of, run_engine
 from support.models import load
 
 from rpft.engine.cpu import CpuDevice
-from rpft.engine.failure import EngineError
+from rpft.engine.failure import EngineError, Failure
+from rpft.engine.streams import Delays
+from rpft.engine.worker import Worker
 from rpft.model import frozen_file
 from rpft.model.adapters import LoraSettings
 from rpft.model.frozen_file import frozen_file_bytes, frozen_files
-from rpft.plan.sizes import frozen_bytes_up, worker_sizes
+from rpft.plan.sizes import WorkerSizes, frozen_bytes_up, worker_sizes
 
 PLAN = plan_of([(0, 1), (2, 3)], [(4, 5), (2, 3), (0, 1)], 2, "layer")
 LORA = LoraSettings(4, 8.0, 0.1, ["q_proj", "down_proj"])
@@ -174,3 +176,16 @@ def test_an_upload_waits_for_its_reading_and_a_reading_for_its_buffer(held, chec
         "make_device": Late,
     }
     assert run_engine(checkpoint("llama"), PLAN, **settings).differences(in_ram) == []
+
+
+def test_a_host_buffer_that_cannot_be_had_leaves_no_thread_behind():
+    class Device(CpuDevice):
+        def allocate_host(self, num_bytes):
+            raise MemoryError("no room")
+
+    before = threading.active_count()
+    sizes = WorkerSizes(64, 16, 64, torch.float32, 0, 0)
+    functions: Any = None
+    with pytest.raises(MemoryError, match="no room"):
+        Worker(Device(0), functions, [], 0, sizes, 0, {}, Failure(), Delays(None), frozen_on_disk=True)
+    assert threading.active_count() == before
