@@ -37,8 +37,11 @@ from record import machine, write_record
 from throughput import Model, Run, add_model_arguments
 
 from rpft import files
+from rpft.engine.slot import HostBatch
 from rpft.model.host_store import HostLayer
+from rpft.optim.host_optimizer import UpdateResult
 from rpft.plan.bill import gib
+from rpft.train.bench import timed_steps
 from rpft.train.checkpoint import CheckpointFolder, TrainState, read_state
 from rpft.train.checkpoint_layers import restore
 from rpft.train.flight import Flight
@@ -97,27 +100,28 @@ class Training:
         self.run.start()
 
     def train(self) -> None:
-        """All steps that are left, each queued while the one before computes, as ``rpft train`` does."""
-        machinery, data = self.run.machinery, self.run.prepared.data
-        mark = time.perf_counter()
-        for step in range(self.before + 1, self.step.timed + 2):
-            if step <= self.step.timed:
-                machinery.engine.submit_step(step, Flight(step, data.step(step)).host_batches())
-                tell(submitted=step)
-            if step > self.before + 1:
-                result = machinery.optimizer.wait(step - 1)
-                now = time.perf_counter()
-                loss = result.loss_sum / (self.step.rows * (self.step.sequence - 1))
-                tell(step=step - 1, loss=loss, seconds=now - mark)
-                mark = now
-                if step == 2 and self.arguments.part == "killed":  # behind the first step, as ``rpft train`` does
-                    self.saver.take_memory(self.copies_bytes, self.run.prepared.target.ram_reserve_bytes)
-                if self.saver.armed_step == step - 1:
-                    self.saver.start(TrainState(step - 1, step - 1, 0, 0, None, None, {"engine": {}}, {}))
-            if self.arguments.part == "killed" and step % self.arguments.every == 0:
-                self.saver.arm(step)
-            self._tell_of_saves(self.saver.take_reports())
+        """All steps that are left."""
+        steps = range(self.before + 1, self.step.timed + 1)
+        # No more ahead than one: a step is armed when no later one is under way.
+        timed_steps(self.run.machinery, steps, self._batches, self._ended, ahead=1)
         self.run.close()
+
+    def _batches(self, step: int) -> list[HostBatch]:
+        tell(submitted=step)
+        return Flight(step, self.run.prepared.data.step(step)).host_batches()
+
+    def _ended(self, result: UpdateResult, seconds: float) -> None:
+        """Saves as ``rpft train`` does, where this process is to: the step that ended, or the one under way."""
+        step = result.step
+        tell(step=step, loss=result.loss_sum / (self.step.rows * (self.step.sequence - 1)), seconds=seconds)
+        if self.arguments.part == "killed":
+            if step == 1:
+                self.saver.take_memory(self.copies_bytes, self.run.prepared.target.ram_reserve_bytes)
+            if self.saver.armed_step == step:
+                self.saver.start(TrainState(step, step, 0, 0, None, None, {"engine": {}}, {}))
+            if (step + 1) % self.arguments.every == 0:
+                self.saver.arm(step + 1)
+            self._tell_of_saves(self.saver.take_reports())
 
     @staticmethod
     def _tell_of_saves(reports: list[SaveReport]) -> None:

@@ -130,12 +130,15 @@ def timed_steps(
     steps: range,
     batches: Callable[[int], Sequence[HostBatch]],
     told: Callable[[UpdateResult, float], None] = lambda result, seconds: None,
+    ahead: int | None = None,
 ) -> list[float]:
     """Runs ``steps``, each queued while those before compute, from rest to rest; the seconds of each.
 
-    A step lasts from the end of the one before to that of its own update. ``told`` of each as it ends.
+    A step lasts from the end of the one before to that of its own update. ``told`` of each as it ends, when
+    ``ahead`` more are under way, or if None as many as a run would have.
     """
-    engine, seconds, mark, ahead = machinery.engine, [], time.perf_counter(), machinery.steps_ahead
+    engine, seconds, mark = machinery.engine, [], time.perf_counter()
+    ahead = ahead or machinery.steps_ahead
     for step in range(steps.start, steps.stop + ahead):
         if step < steps.stop:
             engine.submit_step(step, batches(step))
