@@ -8,11 +8,9 @@ behind it.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +20,6 @@ from rpft.engine.failure import Failure, out_of_device_memory
 from rpft.model.frozen_file import frozen_files
 from rpft.model.save import save_result
 from rpft.optim.host_optimizer import UpdateResult
-from rpft.plan.bill import gib
 from rpft.train.checkpoint import TrainState, read_state
 from rpft.train.checkpoint_layers import restore
 from rpft.train.evaluation import Evaluations
@@ -31,7 +28,8 @@ from rpft.train.flight import Flight
 from rpft.train.interrupts import Interrupted, Interrupts, StoppedAtOnce
 from rpft.train.layer_norms import LayerNormsFile
 from rpft.train.machinery import Machinery
-from rpft.train.metrics import MetricsFile, PlanRecord
+from rpft.train.metrics import MetricsFile
+from rpft.train.plan_changes import note_faster, note_smaller, with_plan_of
 from rpft.train.prepare import Prepared
 from rpft.train.refine import FirstSteps
 from rpft.train.reporter import Reporter
@@ -41,7 +39,6 @@ from rpft.train.rows import use_template
 from rpft.train.save_log import SaveLog
 from rpft.train.saver import Saver
 from rpft.train.saves import Saves
-from rpft.train.smaller import what_is_smaller
 from rpft.train.spikes import Spike
 from rpft.train.tracing import StepTracing
 from rpft.train.watched import Watched
@@ -208,37 +205,23 @@ class Trainer:
         self._go_on_with(now)
         self._data = now.data
         self._evaluations.divide(now.data)
-        said = str(error).splitlines()[0]
-        plan = {**json.loads(now.plan.to_json()), "micro_batch_size": now.rows}
-        self._metrics.append(PlanRecord(done, said, plan))
-        self._reporter.say(
-            f"{said}. Step {done + 1} is undone and done again with a smaller plan:"
-            f" {what_is_smaller(before, now)}; engine.vram_limit below {gib(before.bill.device)} plans so from the"
-            " start"
-        )
+        note_smaller(self._metrics, self._reporter, done, error, before, now)
 
     def _go_on_with(self, now: Prepared) -> None:
         """Notes the plan of ``now`` as the run's, from the next step on."""
         self._settled = False
         self._prepared = now
-        self._state = replace(self._state, about={**self._state.about, "plan": now.plan.to_json()})
-        with suppress(OSError):  # metrics.jsonl and checkpoints have the plan too
-            now.write_plan_file()
+        self._state = with_plan_of(self._state, now)
 
     def _change_plan(self, now: Prepared) -> None:
         """Goes on with the plan of ``now`` behind the steps in flight; no number depends on it."""
-        before = replace(now, plan=self._prepared.plan).full_step_seconds
-        share = 100 * (1 - now.full_step_seconds / before)
+        before = self._prepared.plan
         self._finish_in_flight()
         self._tracing.drop()
         self._machinery.change_plan(now)
         self._go_on_with(now)
         self._tracing.begin(self._submitted, self._num_steps)
-        self._reporter.say(
-            f"step {self._state.step}: by the times of the first steps another plan is {share:.0f}% faster: the"
-            f" run goes on with it: forward {' '.join(map(str, now.plan.forward)) or '-'}; backward"
-            f" {' '.join(map(str, now.plan.backward))}; recompute by {now.plan.recompute} (no number changes)"
-        )
+        note_faster(self._reporter, self._state.step, before, now)
         self._mark = time.monotonic()
 
     def _at_boundary(self, step: int) -> None:
