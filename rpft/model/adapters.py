@@ -15,7 +15,9 @@ from rpft.model.dropout import mix
 from rpft.model.host_store import HostStore
 from rpft.model.layers import freeze_all
 from rpft.model.layout import LayerLayout
+from rpft.model.parts import is_parameter_adapter
 from rpft.model.skeleton import Skeleton
+from rpft.model.whole_tensors import WholeTensors
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +117,7 @@ def initialise_lora(skeleton: Skeleton, store: HostStore, seed: int) -> None:
     """
     from peft.tuners.lora import LoraLayer
 
-    parameters = skeleton.model.named_parameters(remove_duplicate=False)
+    wholes, parameters = WholeTensors(store), skeleton.model.named_parameters(remove_duplicate=False)
     stored = {id(parameter): name for name, parameter in parameters if name in store}  # a tied one under one name
     for number, (path, module) in enumerate(skeleton.model.named_modules()):
         if not isinstance(module, LoraLayer):
@@ -135,7 +137,7 @@ def initialise_lora(skeleton: Skeleton, store: HostStore, seed: int) -> None:
             _initialise_lengths(module, path, store, stored[id(module.get_base_layer().weight)])
         for part, container in parts:
             for name, parameter in container.named_parameters():
-                store.write(f"{path}.{part}.{name}", parameter.detach())
+                wholes.write(f"{path}.{part}.{name}", parameter.detach())
             container.to("meta")  # the store alone holds weights
 
 
@@ -153,8 +155,7 @@ def _initialise_lengths(module: Any, path: str, store: HostStore, weight: str) -
 
 def adapts_parameters(module: torch.nn.Module) -> bool:
     """Whether ``module`` has adapters of bare parameters (fused experts), which peft registers with torch."""
-    # By name: importing peft takes a second, which a full run has no use for.
-    return any(type(child).__name__ == "ParamWrapper" for child in module.modules())
+    return any(is_parameter_adapter(child) for child in module.modules())
 
 
 def plain_name(name: str) -> str:
@@ -172,11 +173,7 @@ def learns_faster(name: str, num_dimensions: int) -> bool:
 
 def save_lora(peft_model: Any, store: HostStore, folder: Path) -> None:
     """Writes adapter_model.safetensors and adapter_config.json into ``folder``."""
-    state: dict[str, torch.Tensor] = {}
-    for layer in store.layers:
-        weights = store.layer_weights(layer.layout.layer)
-        state |= {b.name: weights[b.name] for b in layer.layout.bindings if b.grad_offset is not None}
-    save_adapter(peft_model, state, folder)
+    save_adapter(peft_model, WholeTensors(store).trained(), folder)
 
 
 def save_adapter(peft_model: Any, trained: dict[str, torch.Tensor], folder: Path) -> None:

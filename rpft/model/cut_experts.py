@@ -24,9 +24,10 @@ from torch.utils import _pytree as pytree
 from rpft.errors import UserError
 from rpft.model.expert_groups import Asked, resized
 from rpft.model.graphs import quiet_fakes
-from rpft.model.parts import Stack, is_stack
+from rpft.model.parts import Stack, is_parameter_adapter, is_stack
 from rpft.model.probe import Probe
 from rpft.model.skeleton import BlockInput, Skeleton, kinds_of_blocks, replace_module
+from rpft.model.slices import slice_of
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ def ever_more_groups(skeleton: Skeleton, dtype: torch.dtype) -> Iterator[Skeleto
 
 
 def find_stacks(skeleton: Skeleton, dtype: torch.dtype) -> tuple[Stack | None, ...]:
-    """For each block its experts, if they are frozen and can be layers of their own; if not, that is said once."""
+    """For each block its experts, if they can be layers of their own; if not, that is said once."""
     known: dict[int, Stack | None] = {}
     blocks = zip(kinds_of_blocks(skeleton), skeleton.blocks, skeleton.inputs, strict=True)
     for kind, block, given in blocks:
@@ -97,17 +98,30 @@ def _group_counts(stacks: tuple[Stack | None, ...]) -> list[int]:
 
 
 def _find_stack(block: nn.Module, given: BlockInput, dtype: torch.dtype) -> Stack | None:
-    found = [(path, module) for path, module in block.named_modules() if is_stack(module)]
+    stacks = [path for path, module in block.named_modules() if is_stack(module)]
+    # What peft wraps a module in answers as the module does: the innermost is meant.
+    found = [path for path in stacks if not any(other.startswith(path + ".") for other in stacks)]
     if not found:
         return None
     if len(found) > 1:
         raise _NotApart(f"there are {len(found)} stacks of them in a block")
-    path, experts = found[0]
-    if any(p.requires_grad for p in experts.parameters()) or any(True for _ in experts.buffers()):
-        raise _NotApart("they are trained, or have more than weights")
+    path, experts = found[0], block.get_submodule(found[0])
+    if any(True for _ in experts.buffers()):
+        raise _NotApart("they have more than weights")
+    path = _with_adapters(block, path)
     picked, weights_dtype = _added_at_the_end(block, path, given, dtype)
-    _make_the_same_in_groups(experts, given.hidden.shape[-1], picked, weights_dtype, dtype)
-    return Stack(path, int(experts.num_experts), picked, weights_dtype)  # type: ignore[arg-type]
+    stack = Stack(path, int(experts.num_experts), picked, weights_dtype)  # type: ignore[arg-type]
+    unit = math.gcd(*(size for p in experts.parameters() for size in p.shape[1:]))
+    _make_the_same_in_groups(block.get_submodule(path), stack, unit, given.hidden.shape[-1], dtype)
+    return stack
+
+
+def _with_adapters(block: nn.Module, path: str) -> str:
+    """The path of the outermost adapter of the parameters of the stack at ``path``; its own where it has none."""
+    parent = path.rpartition(".")[0]
+    while parent and is_parameter_adapter(block.get_submodule(parent)):
+        path, parent = parent, parent.rpartition(".")[0]
+    return path
 
 
 def _added_at_the_end(
@@ -177,25 +191,28 @@ def _check_only_added(graph: fx.Graph) -> None:
 
 
 def _make_the_same_in_groups(
-    experts: Any, hidden_size: int, picked: int, weights_dtype: torch.dtype, dtype: torch.dtype
+    experts: nn.Module, stack: Stack, unit: int, hidden_size: int, dtype: torch.dtype
 ) -> None:
-    """Tries two groups of two experts beside all four of a small stack; _NotApart where their sum is another."""
-    unit = math.gcd(*(size for p in experts.parameters() for size in p.shape[1:]))
+    """Tries two groups of two experts beside all four of a small stack; _NotApart where their sum is another.
+
+    ``unit`` divides all sizes of an expert.
+    """
 
     def small(count: int) -> nn.Module:
-        return resized(experts, lambda shape: (count, *(size // unit * _TRIED_SIZE for size in shape[1:])))
+        return resized(experts, stack.num_experts, count, lambda size: size // unit * _TRIED_SIZE)
 
     probe, whole = Probe(torch.device("cpu"), dtype), small(_TRIED_EXPERTS)
     own, half = probe.weights(whole), _TRIED_EXPERTS // 2
     hidden = probe.normal(_TRIED_TOKENS, hidden_size // unit * _TRIED_SIZE)
-    numbers = torch.arange(_TRIED_TOKENS * min(picked, _TRIED_EXPERTS)) * 7 // 5 % _TRIED_EXPERTS
+    numbers = torch.arange(_TRIED_TOKENS * min(stack.picked, _TRIED_EXPERTS)) * 7 // 5 % _TRIED_EXPERTS
     indices = numbers.view(_TRIED_TOKENS, -1)
-    weights = torch.linspace(0.1, 0.9, indices.numel()).view(indices.shape).to(weights_dtype)
+    weights = torch.linspace(0.1, 0.9, indices.numel()).view(indices.shape).to(stack.weights_dtype)
     try:
         with torch.no_grad():
             expected, found = functional_call(whole, own, (hidden, indices, weights)), 0
             for start in (0, half):
-                some = {name: weight[start : start + half] for name, weight in own.items()}
+                group = range(start, start + half)
+                some = {n: slice_of(n, group, _TRIED_EXPERTS).cut_out(weight) for n, weight in own.items()}
                 here = (indices >= start) & (indices < start + half)
                 numbers = torch.where(here, indices - start, half)
                 found = found + functional_call(small(half), some, (hidden, numbers, weights))

@@ -22,6 +22,7 @@ from torch import nn
 
 from rpft.model.parts import Part, Stack
 from rpft.model.skeleton import Skeleton, kinds_of_blocks, replace_module
+from rpft.model.slices import slice_of
 
 _INDEX = torch.int16
 
@@ -79,8 +80,9 @@ def group_of(experts: nn.Module, part: Part) -> nn.Module:
     """The module, parameters on meta, of the group ``part`` of a stack, which is left as it is."""
     assert part.stack is not None
     assert part.experts is not None
-    module: Any = resized(experts, lambda shape: (len(part.experts or ()), *shape[1:]))
-    stack, count, run = part.stack, len(part.experts), module.forward
+    stack, count = part.stack, len(part.experts)
+    module: Any = resized(experts, stack.num_experts, count)
+    run = module.forward
 
     def forward(wide: torch.Tensor) -> torch.Tensor:
         output, given, total, weights, indices = _apart(wide, stack, with_total=not part.is_first)
@@ -95,16 +97,22 @@ def group_of(experts: nn.Module, part: Part) -> nn.Module:
     return module
 
 
-def resized(experts: Any, shape_of: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Any:
-    """A copy of a stack with parameters of other shapes, that takes no heed of experts which it has not."""
+def resized(experts: Any, count: int, other: int, size_of: Callable[[int], int] = lambda size: size) -> Any:
+    """A copy of a stack of ``count`` experts, adapters included, with ``other`` experts of other sizes.
+
+    It takes no heed of experts which it has not.
+    """
     module = copy.deepcopy(experts)
-    for name, parameter in experts.named_parameters(recurse=False):
-        shape = shape_of(tuple(parameter.shape))
-        other = torch.empty(shape, dtype=parameter.dtype, device="meta")
-        setattr(module, name, nn.Parameter(other, requires_grad=False))
-        module.num_experts = shape[0]
-    # Some versions of transformers skip what is beyond the last expert only where experts are known to be spread.
-    module._is_expert_parallel = True
+    for name, parameter in experts.named_parameters():
+        shape = slice_of(name, range(other), count).resized(parameter.shape, size_of)
+        empty = torch.empty(shape, dtype=parameter.dtype, device="meta")
+        replaced = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        path, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(path), leaf, replaced)
+    for each in (each for each in module.modules() if hasattr(each, "num_experts")):
+        each.num_experts = other
+        # Some versions of transformers skip what is beyond the last only where experts are known to be spread.
+        each._is_expert_parallel = True
     return module
 
 

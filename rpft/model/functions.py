@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -305,7 +306,7 @@ class LayerFunctions:
         assert hidden is not None
         block, own, call = self._block(layer, weights, batch)
         output, kept = block.keep(hidden, own, call, place, with_grad_hidden, with_output, given)
-        return output, _Prefixed(kept, self._prefixes[layer - 1])
+        return output, _Renamed(kept, lambda name: self._own_name(layer, name))
 
     def forward_keeping(
         self,
@@ -331,10 +332,12 @@ class LayerFunctions:
 
     def _block(self, layer: int, weights: Weights, batch: DeviceBatch) -> tuple[Block, Weights, BlockCall]:
         part, block = self._parts[layer - 1], self._block_kinds[self._kinds[layer - 1]]
-        own = self._strip(weights, self._prefixes[layer - 1])
-        if part.experts is None:
-            return block, own, self.context(batch)[part.block]
-        return block, {part.own_name(name): weight for name, weight in own.items()}, _NOTHING
+        own = {self._own_name(layer, name): weight for name, weight in weights.items()}
+        return block, own, self.context(batch)[part.block] if part.experts is None else _NOTHING
+
+    def _own_name(self, layer: int, name: str) -> str:
+        """What the module that runs ``layer``, a block or a part of one, calls a tensor of it."""
+        return self._parts[layer - 1].own_name(name.removeprefix(self._prefixes[layer - 1]))
 
     def _place_of(self, layer: int, key: int | None) -> int | None:
         """Places the dropout of a layer: by its block, however that is cut."""
@@ -382,12 +385,12 @@ class LayerFunctions:
         return self.head_logits(final, weights).view(*hidden.shape[:2], -1)
 
 
-class _Prefixed(NamedTuple):
+class _Renamed(NamedTuple):
     """What a block keeps, with the sums under the full names of the layer's weights."""
 
     kept: Kept
-    prefix: str
+    own_name: Callable[[str], str]
 
     def backward(self, grad: torch.Tensor, sums: Weights) -> torch.Tensor | None:
         """See ``Kept``."""
-        return self.kept.backward(grad, {name.removeprefix(self.prefix): total for name, total in sums.items()})
+        return self.kept.backward(grad, {self.own_name(name): total for name, total in sums.items()})

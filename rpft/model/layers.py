@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from rpft.errors import UserError
 from rpft.model.layout import Borrow, LayerLayout, TensorSpec, build_layouts
-from rpft.model.parts import Part
+from rpft.model.parts import Part, is_parameter_adapter
 from rpft.model.quant import PackedWeight
 from rpft.model.skeleton import Skeleton, persistent_buffers
+from rpft.model.slices import ExpertSlice
 
 
 def layer_names(skeleton: Skeleton) -> list[str]:
@@ -37,31 +40,30 @@ def build_layers(skeleton: Skeleton, dtype: torch.dtype) -> list[LayerLayout]:
                 full = f"{prefix}.{name}"
                 if part is not None and not part.holds(name):
                     continue
-                if part is not None and part.experts is not None:
-                    quantized = skeleton.quantized.get(full)
-                    kept = skeleton.checkpoint_names.get(id(parameter))
-                    specs += _of_experts(full, tuple(parameter.shape), dtype, kept, part, quantized)
-                    if quantized is not None:
-                        packed.setdefault(index, {})[full + part.mark] = quantized.of_experts(part.experts)
-                    continue
+                some = None if part is None else part.slice_of(name)
                 if id(parameter) in owner:
                     borrows.setdefault(index, []).append(Borrow(full, *owner[id(parameter)]))
                     continue
-                owner[id(parameter)] = (index, full)
+                if some is None:
+                    owner[id(parameter)] = (index, full)
                 kept = skeleton.checkpoint_names.get(id(parameter))
+                stored = full if some is None else full + some.mark
                 if full in skeleton.quantized:
-                    packed.setdefault(index, {})[full] = skeleton.quantized[full]
-                    specs += _parts(full, skeleton.quantized[full], kept)
+                    quantized = skeleton.quantized[full]
+                    own = quantized if some is None else quantized.of_experts(some.experts)
+                    packed.setdefault(index, {})[stored] = own
+                    specs += _parts(stored, own, kept, some)
                     continue
-                decay = parameter.dim() >= 2 and not name.rsplit(".", 1)[-1].endswith("bias")
+                shape = tuple(parameter.shape)
                 specs.append(
                     TensorSpec(
-                        full,
-                        tuple(parameter.shape),
+                        stored,
+                        shape if some is None else some.shape(shape),
                         dtype,
                         trained=parameter.requires_grad,
-                        decay=decay,
+                        decay=parameter.dim() >= 2 and not name.rsplit(".", 1)[-1].endswith("bias"),
                         checkpoint_name=kept,
+                        slice=some,
                     )
                 )
             for name, buffer in persistent_buffers(module):
@@ -82,35 +84,30 @@ def build_layers(skeleton: Skeleton, dtype: torch.dtype) -> list[LayerLayout]:
             number=1 + part.block,
             experts=part.experts,
             extra_input_bytes=part.extra_elements(hidden_size) * dtype.itemsize,
+            adapted_bytes=_adapted_elements(skeleton.blocks[part.block], part) * dtype.itemsize,
         )
     layouts[-1] = replace(layouts[-1], number=1 + skeleton.num_blocks)
     return layouts
 
 
-def _parts(name: str, packed: PackedWeight, checkpoint_name: str | None) -> list[TensorSpec]:
+def _adapted_elements(block: Any, part: Part) -> int:
+    """Elements of the parameters in ``part`` of ``block`` that have adapters of their own."""
+    total = 0
+    for path, module in block.named_modules():
+        if is_parameter_adapter(module) and part.holds(f"{path}.{module.parameter_name}"):
+            shape, some = tuple(module.get_param().shape), part.slice_of(module.parameter_name)
+            total += math.prod(shape if some is None else some.shape(shape))
+    return total
+
+
+def _parts(
+    name: str, packed: PackedWeight, checkpoint_name: str | None, some: ExpertSlice | None
+) -> list[TensorSpec]:
     """The tensors that a quantised weight is stored as; the first stands for all in the checkpoint."""
     return [
-        TensorSpec(name + suffix, shape, dtype, False, False, None if suffix else checkpoint_name)
+        TensorSpec(name + suffix, shape, dtype, False, False, None if suffix else checkpoint_name, some)
         for suffix, (shape, dtype) in packed.part_shapes().items()
     ]
-
-
-def _of_experts(
-    name: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    checkpoint_name: str | None,
-    part: Part,
-    quantized: PackedWeight | None,
-) -> list[TensorSpec]:
-    """The tensors of the experts of ``part`` that come from the stack ``name``; of a quantised one the parts."""
-    assert part.experts is not None
-    if quantized is not None:
-        specs = _parts(name + part.mark, quantized.of_experts(part.experts), checkpoint_name)
-    else:
-        some = len(part.experts), *shape[1:]
-        specs = [TensorSpec(name + part.mark, some, dtype, False, False, checkpoint_name)]
-    return [replace(spec, experts=part.experts) for spec in specs]
 
 
 def _module_paths(skeleton: Skeleton) -> list[tuple[list[str], Part | None]]:

@@ -23,6 +23,7 @@ from functools import cached_property
 import torch
 
 from rpft.model.quant import PackedWeight
+from rpft.model.slices import ExpertSlice
 
 ALIGNMENT_ELEMENTS = 256
 """Every trained tensor starts at a multiple of this, in elements: whole blocks of 8-bit moments."""
@@ -67,8 +68,18 @@ class TensorSpec(FlatTensor):
     """Whether weight decay applies: matrices yes, norms and biases no."""
     checkpoint_name: str | None
     """Full name in the model before adapters; None for a tensor that no checkpoint of the base model holds."""
-    experts: range | None = None
-    """Of a stack of experts those that the tensor has; None for a tensor that is whole."""
+    slice: ExpertSlice | None = None
+    """Which part it is of a tensor of a stack of experts; None for a tensor that is whole."""
+
+    @property
+    def whole_name(self) -> str:
+        """The name, in the model, of the tensor that it is, or is a slice of."""
+        return self.name if self.slice is None else self.name.replace(self.slice.mark, "")
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of that tensor."""
+        return self.shape if self.slice is None else self.slice.whole_shape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -125,6 +136,8 @@ class LayerLayout:
     """Of the layer's block those experts that are all it has; None for any other layer."""
     extra_input_bytes: int = 0
     """Bytes a token of the layer's input beyond those of a hidden state."""
+    adapted_bytes: int = 0
+    """Of stacks in working precision to which adapters are added: that is made whole, beside the stacks."""
 
     def choice_bytes(self, tokens: int) -> int:
         """Bytes that go with ``tokens`` from the block's forward to its backward, so that experts are the same."""

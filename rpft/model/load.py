@@ -125,20 +125,20 @@ def _store_tensors(
 
 def _store_part(spec: TensorSpec, value: torch.Tensor | Parts, number: int | None, store: HostStore) -> None:
     """Stores what ``spec`` has of ``value``, a tensor of the checkpoint; with a ``number``, one of its experts."""
-    experts = spec.experts
+    some = spec.slice
     if isinstance(value, dict):
         packed = store.packed(spec.name)
         assert packed is not None
-        given = value if experts is None else packed.parts_of_experts(experts, value)
+        given = value if some is None else packed.parts_of_experts(some.experts, value)
         for suffix, part in store.parts(spec.name).items():
             part.copy_(given[suffix])
     elif number is None:
-        store.write(spec.name, value if experts is None else value[experts.start : experts.stop])
-    elif experts is None or number in experts:
-        store.write(spec.name, value, number - (experts.start if experts is not None else 0))
+        store.write(spec.name, value if some is None else some.cut_out(value))
+    elif some is None or number in some.experts:
+        store.write(spec.name, value, number - (0 if some is None else some.experts.start))
 
 
 def _shape(specs: list[TensorSpec], store: HostStore) -> tuple[int, ...]:
     """Of the tensor of the checkpoint that is stored as ``specs``."""
-    shape = store.shape(specs[0].name)
-    return shape if specs[0].experts is None else (sum(store.shape(s.name)[0] for s in specs), *shape[1:])
+    shape, some = store.shape(specs[0].name), specs[0].slice
+    return shape if some is None else some.whole_shape(shape)

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from rpft.model.slices import ExpertSlice, mark_of, slice_of
+
 _INDEX_BYTES = 2
 """Of a picked expert's number on its way from layer to layer."""
 
@@ -20,12 +22,18 @@ def is_stack(module: nn.Module) -> bool:
     return any(p.dim() == 3 for p in own) and all(p.shape[0] == count for p in own)
 
 
+def is_parameter_adapter(module: nn.Module) -> bool:
+    """Whether ``module`` is peft's adapter of a bare parameter, around the module that has it, or around another."""
+    # By name: importing peft takes a second, which a full run has no use for.
+    return type(module).__name__ == "ParamWrapper"
+
+
 @dataclass(frozen=True)
 class Stack:
     """The experts of a block, fused to tensors of which each has one slice an expert."""
 
     path: str
-    """Of their module, from the block."""
+    """Of their module, from the block: where it has adapters, of the outermost of these."""
     num_experts: int
     picked: int
     """To how many of them a token is sent."""
@@ -69,7 +77,13 @@ class Part(NamedTuple):
     @property
     def mark(self) -> str:
         """What the names of its tensors have at the end, so that they differ from those of the other groups."""
-        return "" if self.experts is None else f"[{self.experts.start}:{self.experts.stop}]"
+        return "" if self.experts is None else mark_of(self.experts)
+
+    def slice_of(self, name: str) -> ExpertSlice | None:
+        """What it has of a tensor that is ``name`` in the block; None: all of it."""
+        if self.stack is None or self.experts is None:
+            return None
+        return slice_of(name, self.experts, self.stack.num_experts)
 
     def own_name(self, name: str) -> str:
         """Of a tensor that is ``name`` in the block, with its mark or without, that in the module that runs."""

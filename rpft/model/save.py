@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rpft import files
 from rpft.model.adapters import save_lora
 from rpft.model.host_store import HostStore
 from rpft.model.skeleton import Skeleton
+from rpft.model.whole_tensors import WholeTensors
 
 SHARD_BYTES = 2 << 30
 """A shard is held in memory once more while it is written."""
@@ -87,12 +89,12 @@ def write_layers(
 
 
 def _layers_of(store: HostStore) -> Iterator[dict[str, torch.Tensor]]:
-    for layer in store.layers:
-        yield {
-            spec.checkpoint_name: store.tensor(spec.name)
-            for spec, _ in layer.layout.own.values()
-            if spec.checkpoint_name is not None
-        }
+    """Of embedding, each block and head what a checkpoint has; of a block in parts its stacks are copies."""
+    wholes = WholeTensors(store)
+    for _, layers in groupby((layer.layout for layer in store.layers), lambda layout: layout.number):
+        specs = [spec for layout in layers for spec, _ in layout.own.values()]
+        names = {spec.checkpoint_name: spec.whole_name for spec in specs if spec.checkpoint_name is not None}
+        yield {name: wholes[whole] for name, whole in names.items()}
 
 
 def _shards(tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:

@@ -179,9 +179,7 @@ class HostOptimizer:
         seconds = time.perf_counter() - landed
         counts = self._skipped_in_a_row, self.skipped_steps
         layer_norms = tuple(
-            math.sqrt(square) / ticket.trained_tokens if layer.layout.num_trained > 0 else None
-            for layer, square in zip(self._store.layers, squares, strict=True)
-            if layer.layout.experts is None  # groups of experts are frozen, and part of a block that has its norm
+            math.sqrt(math.fsum(own)) / ticket.trained_tokens if own else None for own in self._by_number(squares)
         )
         balance = (
             ticket.router_losses.exact_total() / ticket.trained_tokens if ticket.router_losses.values else None
@@ -201,6 +199,15 @@ class HostOptimizer:
             else:
                 squares[index] = float(update.ticket.squares[index])
         return squares
+
+    def _by_number(self, squares: list[float]) -> list[list[float]]:
+        """Of embedding, each block and head those ``squares`` that are of trained parts of it."""
+        layouts = [layer.layout for layer in self._store.layers]
+        found: list[list[float]] = [[] for _ in range(1 + layouts[-1].number)]
+        for layout, square in zip(layouts, squares, strict=True):
+            if layout.num_trained > 0:
+                found[layout.number].append(square)
+        return found
 
     def _clip_coefficient(self, norm: float) -> float:
         """As ``torch.nn.utils.clip_grad_norm_``, whose 1e-6 keeps a zero norm from dividing."""

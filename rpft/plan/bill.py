@@ -180,11 +180,12 @@ class Billing:
 
 
 def least_device_bytes(layouts: Sequence[LayerLayout], work: Workload) -> int:
-    """What every plan takes of a worker: buffers for stages of one layer, and the largest weight dequantised."""
+    """What every plan takes of a worker: buffers for stages of one layer, and the largest of the weights that are
+    made there."""
     boundary = work.max_tokens * work.shape.hidden_size * work.shape.itemsize
     sizing = WorkerSizing(layouts, boundary, work.gradient_dtype, work.max_tokens)
     smallest = sizing.of(smallest_stages(len(layouts), 1, "layer"))
-    return smallest.total_bytes + max(layout.dequantized_bytes for layout in layouts)
+    return smallest.total_bytes + max(layout.dequantized_bytes + layout.adapted_bytes for layout in layouts)
 
 
 def make_bill(plan: Plan, layouts: Sequence[LayerLayout], work: Workload) -> Bill:
@@ -204,6 +205,7 @@ class _Estimated:
         shape, max_tokens = work.shape, work.max_tokens
         logits = min(max_tokens, HEAD_CHUNK_TOKENS[work.kernels]) * shape.vocab_size
         weight = max(layout.dequantized_bytes for layout in layouts)
+        self._adapted = max(layout.adapted_bytes for layout in layouts)
         self._block = estimated_block_bytes(shape, max_tokens)
         self._others = {
             "gradients of a layer before they are summed": max(layout.grad_elements for layout in layouts)
@@ -214,7 +216,10 @@ class _Estimated:
     def of(self, plan: Plan) -> dict[str, int]:
         """Of ``plan``, by what they are."""
         longest = max(len(segment.layers) for segment in _segments(plan))
-        return {"activations of a recomputed segment (estimate)": longest * self._block, **self._others}
+        parts = {"activations of a recomputed segment (estimate)": longest * self._block, **self._others}
+        if self._adapted:  # of each layer they are kept for its backward, which makes their gradient
+            parts["stacks of experts with their adapters added"] = (longest + 1) * self._adapted
+        return parts
 
 
 def estimated_block_bytes(shape: ModelShape, tokens: int) -> int:

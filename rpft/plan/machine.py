@@ -199,7 +199,7 @@ def datasheet_profiles(
     profiles = []
     for layout, cost in zip(layouts, layer_costs(list(layouts), skeleton), strict=True):
         gradients = layout.grad_elements * shape.itemsize
-        weight = layout.dequantized_bytes
+        weight, adapted = layout.dequantized_bytes, layout.adapted_bytes
         forward, backward = (2 * tokens * part / rate for part in (cost.forward, cost.with_recompute))
         if layout.layer == len(layouts) - 1:
             profiles.append(LayerProfile(forward, backward, 0, logits + gradients))
@@ -217,7 +217,12 @@ def datasheet_profiles(
             backward += products * (1 + _ATTENTION_BACKWARD) + moved * (1 + _BESIDE_BACKWARD)
             profiles.append(
                 LayerProfile(
-                    forward, backward, block // 2 + weight, block + weight + gradients, block, weight + gradients
+                    forward,
+                    backward,
+                    block // 2 + weight + adapted,
+                    block + weight + gradients + 2 * adapted,
+                    block + adapted,
+                    weight + gradients + adapted,
                 )
             )
     return profiles

@@ -102,6 +102,12 @@ def worker_sizes(
     return WorkerSizing(layouts, boundary_bytes, gradient_dtype, max_tokens).of(plan)
 
 
+def bytes_alone(layout: LayerLayout, gradient_dtype: torch.dtype) -> int:
+    """What a stage of one layer takes of a worker that grows with the layer's weights."""
+    gradients = layout.grad_elements * (4 + gradient_dtype.itemsize)
+    return 2 * layout.region_bytes + gradients + layout.dequantized_bytes + layout.adapted_bytes
+
+
 def keeping_layers(layouts: Sequence[LayerLayout], plan: Plan, first_trained: int) -> list[int]:
     """Blocks whose forward slot keeps something for the backward: as the plan says, or what their routers pick."""
     blocks = range(max(first_trained, 1), plan.fused.first)

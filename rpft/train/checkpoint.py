@@ -95,7 +95,7 @@ class CheckpointFolder:
         records = {}
         for layout in layouts:
             if layout.num_trained:
-                name = layer_file(layout.number)
+                name = layer_file(layout)
                 records[name] = write_layer(layout.layer, fresh / name)
         for name in records:
             files.sync(fresh / name)

@@ -1,8 +1,8 @@
 """The file of a layer in a training checkpoint: what it holds, its writing, and the host store filled from it.
 
 For each trained tensor NAME it holds master.NAME, exp_avg.NAME and exp_avg_sq.NAME (with 8 bits exp_avg_scale.NAME
-and its like), and working.NAME where working weights lag behind their masters. Whether a file is whole is known to
-checkpoint.py.
+and its like), and working.NAME where working weights lag behind their masters. Of a group of experts NAME ends in
+[first:last]. Whether a file is whole is known to checkpoint.py.
 """
 
 from __future__ import annotations
@@ -10,26 +10,28 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from rpft.errors import UserError
 from rpft.model.host_store import HostLayer, HostStore
-from rpft.model.layout import LayerLayout
-from rpft.model.moments import Moments, StateFormat, moments_bytes, moments_in, stored_parts
+from rpft.model.layout import LayerLayout, TensorSpec
+from rpft.model.moments import BLOCK, Moments, StateFormat, moments_bytes, moments_in, stored_parts
 from rpft.model.pages import zeroed_pages
+from rpft.train.saved_tensors import SavedTensors, saved_tensors
 from rpft.train.shards import FileRecord, Piece, Take, TensorEntry, pieces, shard_bytes, write_shard
 
-LAYER_FILE = re.compile(r"layer-\d{5}\.safetensors")
+LAYER_FILE = re.compile(r"layer-\d{5}(-experts-\d+-\d+)?\.safetensors")
 _FORMATS: dict[str, StateFormat] = {"F32": "fp32", "BF16": "bf16", "U8": "8bit"}
 """Of moments, by what safetensors calls their type."""
 
 
-def layer_file(layer: int) -> str:
-    """The name of the file of a layer, of parts of a block that of the block: see ``LayerLayout.number``."""
-    return f"layer-{layer:05d}.safetensors"
+def layer_file(layout: LayerLayout) -> str:
+    """The name of the file of a layer: by its block, and by its experts where it is a group of them."""
+    experts = "" if layout.experts is None else f"-experts-{layout.experts.start}-{layout.experts.stop}"
+    return f"layer-{layout.number:05d}{experts}.safetensors"
 
 
 def _entries(
@@ -87,44 +89,51 @@ def write_layer(
     return write_shard(path, list(entries), go_on, take)
 
 
-def master_place(path: Path, layer: int, name: str) -> tuple[Path, str]:
-    """(file, name in it) of the master of tensor ``name`` of ``layer`` in the checkpoint ``path``."""
-    return path / layer_file(layer), f"master.{name}"
-
-
 def restore(path: Path, store: HostStore, lagging: bool) -> None:
     """Fills masters, moments and working weights of ``store``; UserError for tensors of another shape.
 
-    Moments of another format are taken over where that is exact: into float32.
+    Moments of another format are taken over where that is exact: into float32. Experts may be in other groups now.
     """
-    for layer in store.layers:
-        if not layer.layout.num_trained:
-            continue
-        file = path / layer_file(layer.layout.number)
-        with safe_open(file, framework="pt") as handle:
-            found = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
-            shapes = {name: tuple(tensor.get_shape()) for name, tensor in found.items()}
-            dtypes = {tensor.get_dtype() for name, tensor in found.items() if name.startswith("exp_avg.")}
-            state_format = _FORMATS[next(iter(dtypes), "F32")]
-            moments = _moments_for(layer, state_format, file)
-            for entry in _entries(layer.layout, lagging, state_format, layer, moments):
-                if shapes.get(entry.name) != entry.shape:
-                    raise UserError(
-                        f"{file}: {entry.name} is {shapes.get(entry.name)}, and the model now has {entry.shape}"
-                    )
-                kind, _, name = entry.name.partition(".")
-                value = handle.get_tensor(entry.name)
-                if kind == "master":
-                    store.write(name, value)
-                elif kind == "working":
-                    store.lagging_tensor(name).copy_(value)
-                elif moments is None:
-                    store.write_state(name, kind, value)
-                else:
-                    entry.read(0, entry.num_elements).copy_(value.flatten())
-        if moments is not None:
-            for kind, values in zip(("exp_avg", "exp_avg_sq"), moments.read(), strict=True):
-                layer.write_state(kind, 0, values)
+    trained = (layer for layer in store.layers if layer.layout.num_trained)
+    for number, layers in groupby(trained, lambda layer: layer.layout.number):
+        with saved_tensors(path, number) as saved:
+            for layer in layers:
+                _restore_layer(layer, saved, path / layer_file(layer.layout), store, lagging)
+
+
+def _restore_layer(layer: HostLayer, saved: SavedTensors, file: Path, store: HostStore, lagging: bool) -> None:
+    state_format = _FORMATS[saved.dtype("exp_avg") or "F32"]
+    moments = _moments_for(layer, state_format, file)
+    for entry in _entries(layer.layout, lagging, state_format, layer, moments):
+        kind, _, name = entry.name.partition(".")
+        spec = layer.layout.own[name][0]
+        if state_format == "8bit" and not saved.holds(kind, spec):
+            _refuse_shared_scales(spec, file)
+        value = saved.read(kind, spec)
+        if value is None or tuple(value.shape) != entry.shape:
+            found = None if value is None else tuple(value.shape)
+            raise UserError(f"{file}: {entry.name} is {found}, and the model now has {entry.shape}")
+        if kind == "master":
+            store.write(name, value)
+        elif kind == "working":
+            store.lagging_tensor(name).copy_(value)
+        elif moments is None:
+            store.write_state(name, kind, value)
+        else:
+            entry.read(0, entry.num_elements).copy_(value.flatten())
+    if moments is not None:
+        for kind, values in zip(("exp_avg", "exp_avg_sq"), moments.read(), strict=True):
+            layer.write_state(kind, 0, values)
+
+
+def _refuse_shared_scales(spec: TensorSpec, file: Path) -> None:
+    """UserError where 8-bit moments of one expert share a scale with another's, or with nothing that is saved."""
+    own = spec.slice
+    if own is None or own.last or spec.num_elements % (len(own.experts) * BLOCK):
+        raise UserError(
+            f"{file}: 8-bit moments of {spec.whole_name} were saved for other groups of experts than the plan now"
+            " has, and several experts share a scale: go on with the plan that the run had (engine.plan)"
+        )
 
 
 def _moments_for(layer: HostLayer, state_format: StateFormat, file: Path) -> Moments | None:

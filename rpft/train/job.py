@@ -21,7 +21,7 @@ from rpft.plan.bill import ModelShape, Workload
 from rpft.plan.choose import model_shape
 from rpft.plan.plan import Plan
 from rpft.plan.profile import LayerProfile
-from rpft.plan.rounds import choose_num_microbatches
+from rpft.plan.sizes import bytes_alone
 from rpft.recipe.schema import Recipe
 from rpft.train.given_plan import about_given, given_plan
 from rpft.train.kernels import KernelChoice, choose_gradient_dtype
@@ -170,11 +170,12 @@ class Job:
         for skeleton in ever_more_groups(self.skeleton, self.dtype):
             layouts = build_layers(skeleton, self.dtype)
             yield replace(Job(**self.parts()), skeleton=skeleton, layouts=layouts)
-            sizes = {layout.experts is not None: 0 for layout in layouts}
-            for layout in layouts:
-                kind, size = layout.experts is not None, layout.region_bytes + layout.dequantized_bytes
-                sizes[kind] = max(sizes[kind], size)
-            if sizes[True] <= sizes[False]:
+            groups = [layout for layout in layouts if layout.experts is not None]
+            others = [layout for layout in layouts if layout.experts is None]
+            of_group, of_other = (
+                max(bytes_alone(x, self.gradient_dtype) for x in each) for each in (groups, others)
+            )
+            if of_group <= of_other:
                 return
 
     def with_frozen_on_disk(self) -> Job:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -19,10 +19,11 @@ from rpft.model.layout import LayerLayout
 from rpft.recipe.load import load_recipe
 from rpft.recipe.schema import Recipe
 from rpft.train.checkpoint import CheckpointFolder, TrainState, check_whole, read_state
-from rpft.train.checkpoint_layers import master_place
+from rpft.train.checkpoint_layers import layer_file
 from rpft.train.metrics import MetricsFile
 from rpft.train.resume import result_folder
 from rpft.train.rows import data_settings, load_tokenizer, use_template
+from rpft.train.saved_tensors import saved_tensors
 
 RECIPE_FILE, ABOUT_FILE = "recipe.yaml", "about.json"
 LATEST, BEST, BASE = "latest", "best", "base"
@@ -141,24 +142,31 @@ def _version_that_ran(path: Path) -> str | None:
     return str(found)
 
 
+class _Place(NamedTuple):
+    """Where a tensor stands."""
+
+    said: str
+    """For people."""
+    read: Callable[[], torch.Tensor | None]
+    """Gives it; None where it is not there."""
+
+
 class TrainedTensors(Mapping[str, torch.Tensor]):
     """Trained tensors by their names in the model that runs, read one at a time.
 
     A tensor that several layers use stands under each of its names. Those of a checkpoint are float32 masters.
     """
 
-    def __init__(self, places: dict[str, tuple[Path, str]], shapes: dict[str, tuple[int, ...]]) -> None:
+    def __init__(self, places: dict[str, _Place], shapes: dict[str, tuple[int, ...]]) -> None:
         self._places, self._shapes = places, shapes
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        path, key = self._places[name]
-        with safe_open(path, framework="pt") as handle:
-            names = set(handle.keys())
-            tensor = handle.get_tensor(key) if key in names else None
+        said, read = self._places[name]
+        tensor = read()
         if tensor is None or tuple(tensor.shape) != self._shapes[name]:
             found = "missing" if tensor is None else list(tensor.shape)
             raise UserError(
-                f"{path}: {key} is {found}, and the recipe's model has {list(self._shapes[name])}: the weights are"
+                f"{said} is {found}, and the recipe's model has {list(self._shapes[name])}: the weights are"
                 " of another recipe or another base model"
             )
         return tensor
@@ -174,15 +182,31 @@ def trained_tensors(trained: TrainedFolder, layouts: list[LayerLayout], peft_mod
     """What was trained of the model with ``layouts``; nothing of a finished full run, whose result is whole."""
     shapes = {b.name: b.shape for layout in layouts for b in layout.bindings if b.grad_offset is not None}
     if trained.state is not None:
-        places: dict[str, tuple[Path, str]] = {}
-        for layout in layouts:
-            for name, (layer, owner) in _owners(layout, layouts).items():
-                places[name] = master_place(trained.path, layer, owner)
-        return TrainedTensors(places, shapes)
+        owners = {name: own for layout in layouts for name, own in _owners(layout, layouts).items()}
+        return TrainedTensors(
+            {n: _in_checkpoint(trained.path, layouts[i], own) for n, (i, own) in owners.items()}, shapes
+        )
     if peft_model is None:
         return TrainedTensors({}, {})
     file = trained.path / "adapter_model.safetensors"
-    return TrainedTensors({name: (file, key) for name, key in names_in_file(peft_model, layouts).items()}, shapes)
+    names = names_in_file(peft_model, layouts)
+    return TrainedTensors({name: _in_adapter(file, key) for name, key in names.items()}, shapes)
+
+
+def _in_checkpoint(path: Path, layout: LayerLayout, name: str) -> _Place:
+    def read() -> torch.Tensor | None:
+        with saved_tensors(path, layout.number) as saved:
+            return saved.read("master", layout.own[name][0])
+
+    return _Place(f"{path / layer_file(layout)}: master.{name}", read)
+
+
+def _in_adapter(file: Path, key: str) -> _Place:
+    def read() -> torch.Tensor | None:
+        with safe_open(file, framework="pt") as handle:
+            return handle.get_tensor(key) if key in set(handle.keys()) else None
+
+    return _Place(f"{file}: {key}", read)
 
 
 def asked_as_trained(run: RunFolder, trained: TrainedFolder | None, base: Path) -> tuple[Any, Asking]:
