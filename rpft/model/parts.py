@@ -23,7 +23,7 @@ def is_stack(module: nn.Module) -> bool:
 
 
 def is_parameter_adapter(module: nn.Module) -> bool:
-    """Whether ``module`` is peft's adapter of a bare parameter, around the module that has it, or around another."""
+    """Whether ``module`` is peft's adapter of a bare parameter, around what has that or another of them."""
     # By name: importing peft takes a second, which a full run has no use for.
     return type(module).__name__ == "ParamWrapper"
 

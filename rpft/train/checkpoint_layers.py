@@ -20,6 +20,7 @@ from rpft.model.host_store import HostLayer, HostStore
 from rpft.model.layout import LayerLayout, TensorSpec
 from rpft.model.moments import BLOCK, Moments, StateFormat, moments_bytes, moments_in, stored_parts
 from rpft.model.pages import zeroed_pages
+from rpft.model.slices import ExpertSlice
 from rpft.train.saved_tensors import SavedTensors, saved_tensors
 from rpft.train.shards import FileRecord, Piece, Take, TensorEntry, pieces, shard_bytes, write_shard
 
@@ -107,8 +108,8 @@ def _restore_layer(layer: HostLayer, saved: SavedTensors, file: Path, store: Hos
     for entry in _entries(layer.layout, lagging, state_format, layer, moments):
         kind, _, name = entry.name.partition(".")
         spec = layer.layout.own[name][0]
-        if state_format == "8bit" and not saved.holds(kind, spec):
-            _refuse_shared_scales(spec, file)
+        if state_format == "8bit":
+            _refuse_shared_scales(saved.cut_otherwise(kind, spec), spec, file)
         value = saved.read(kind, spec)
         if value is None or tuple(value.shape) != entry.shape:
             found = None if value is None else tuple(value.shape)
@@ -126,10 +127,9 @@ def _restore_layer(layer: HostLayer, saved: SavedTensors, file: Path, store: Hos
             layer.write_state(kind, 0, values)
 
 
-def _refuse_shared_scales(spec: TensorSpec, file: Path) -> None:
-    """UserError where 8-bit moments of one expert share a scale with another's, or with nothing that is saved."""
-    own = spec.slice
-    if own is None or own.last or spec.num_elements % (len(own.experts) * BLOCK):
+def _refuse_shared_scales(cut: ExpertSlice | None, spec: TensorSpec, file: Path) -> None:
+    """UserError where 8-bit moments are to be ``cut`` otherwise, and those of one expert share a scale with others."""
+    if cut is not None and cut.experts and (cut.last or spec.num_elements % (len(cut.experts) * BLOCK)):
         raise UserError(
             f"{file}: 8-bit moments of {spec.whole_name} were saved for other groups of experts than the plan now"
             " has, and several experts share a scale: go on with the plan that the run had (engine.plan)"

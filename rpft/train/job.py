@@ -172,10 +172,9 @@ class Job:
             yield replace(Job(**self.parts()), skeleton=skeleton, layouts=layouts)
             groups = [layout for layout in layouts if layout.experts is not None]
             others = [layout for layout in layouts if layout.experts is None]
-            of_group, of_other = (
-                max(bytes_alone(x, self.gradient_dtype) for x in each) for each in (groups, others)
-            )
-            if of_group <= of_other:
+            dtype = self.gradient_dtype
+            largest = [max(bytes_alone(layout, dtype) for layout in each) for each in (groups, others)]
+            if largest[0] <= largest[1]:
                 return
 
     def with_frozen_on_disk(self) -> Job:

@@ -62,11 +62,12 @@ class SavedTensors:
         same = [piece for piece in pieces if piece.key == f"{kind}.{spec.name}"]
         return same[0].handle.get_tensor(same[0].key) if same else _put_together(pieces, spec)
 
-    def holds(self, kind: str, spec: TensorSpec) -> bool:
-        """Whether that is saved as one tensor."""
-        return any(
-            piece.key == f"{kind}.{spec.name}" for piece in self._pieces.get(f"{kind}.{spec.whole_name}", [])
-        )
+    def cut_otherwise(self, kind: str, spec: TensorSpec) -> ExpertSlice | None:
+        """Which slice ``read`` makes of others; None where it has no need to."""
+        pieces = self._pieces.get(f"{kind}.{spec.whole_name}", [])
+        if any(piece.key == f"{kind}.{spec.name}" for piece in pieces):
+            return None
+        return _wanted(pieces, spec)
 
 
 @contextmanager
@@ -78,12 +79,10 @@ def saved_tensors(path: Path, number: int) -> Iterator[SavedTensors]:
 
 
 def _put_together(pieces: list[_Piece], spec: TensorSpec) -> torch.Tensor | None:
-    saved = max((piece.experts.stop for piece in pieces if piece.experts is not None), default=0)
-    count = spec.slice.of if spec.slice is not None else saved
-    wanted = spec.slice.experts if spec.slice is not None else range(count)
-    result, missing = None, len(wanted)
+    whole = _wanted(pieces, spec)
+    wanted, result, missing = whole.experts, None, len(whole.experts)
     for piece in pieces:
-        own = slice_of(spec.whole_name, piece.experts or range(count), count)
+        own = slice_of(spec.whole_name, piece.experts or range(whole.of), whole.of)
         both = range(max(own.experts.start, wanted.start), min(own.experts.stop, wanted.stop))
         if not both:
             continue
@@ -95,3 +94,9 @@ def _put_together(pieces: list[_Piece], spec: TensorSpec) -> torch.Tensor | None
         place.put_into(result, part)
         missing -= len(both)
     return None if missing else result
+
+
+def _wanted(pieces: list[_Piece], spec: TensorSpec) -> ExpertSlice:
+    """What ``spec`` is of the tensor that ``pieces`` are of."""
+    saved = range(max((piece.experts.stop for piece in pieces if piece.experts is not None), default=0))
+    return spec.slice or slice_of(spec.whole_name, saved, len(saved))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.adapters import randomise
+from support.adapters import EXPERTS, randomise
 from support.layers import batch_of, forward_and_backward, functions_of, random_ids, relative_error
 from support.models import Loaded, load, skeleton_of
 
@@ -20,21 +20,47 @@ from rpft.model.expert_groups import example_input
 from rpft.model.layers import freeze_all, layer_names
 from rpft.model.skeleton import Skeleton
 
-FAMILIES = [
-    *("mixtral", "gpt_oss", "deepseek_v3"),
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_moe", "olmoe", "qwen3_next")),
-]
 LORA = LoraSettings(4, 8.0, 0.0, ["q_proj", "o_proj", "kv_b_proj"])
+ON_EXPERTS = replace(LORA, target_modules=["q_proj"], target_parameters=EXPERTS)
+TRAINED: dict[str, LoraSettings | None] = {
+    "adapters of attention, router whole": LORA,
+    "in full": None,
+    "adapters of experts": ON_EXPERTS,
+    "adapters of experts by their old names": replace(LORA, target_modules=["w1", "w2", "w3"]),
+    "experts whole beside adapters": replace(LORA, modules_to_save=("mlp.experts",)),
+}
+ROUTER, FULL, ADAPTED, OLD_NAMES, BESIDE = TRAINED
+SLOW_FAMILIES = ("qwen3_moe", "olmoe", "qwen3_next")
+MADE = [
+    *((family, ROUTER) for family in ("mixtral", "gpt_oss", "deepseek_v3")),
+    *(("gpt_oss", FULL), ("gpt_oss", ADAPTED), ("mixtral", OLD_NAMES), ("qwen3_moe", BESIDE)),
+    *(pytest.param(family, ROUTER, marks=pytest.mark.slow) for family in SLOW_FAMILIES),
+    *(pytest.param(family, FULL, marks=pytest.mark.slow) for family in ("mixtral", "deepseek_v3", *SLOW_FAMILIES)),
+    *(pytest.param(family, ADAPTED, marks=pytest.mark.slow) for family in ("mixtral", "olmoe", "qwen3_moe")),
+]
 Checkpoints = Callable[..., Path]
 
 
 def loaded_in(
-    groups: int, folder: Path, dtype: torch.dtype, quantize: Any = None, lora: LoraSettings = LORA
+    groups: int, folder: Path, dtype: torch.dtype, quantize: Any = None, lora: LoraSettings | None = LORA
 ) -> Loaded:
     loaded = load(folder, dtype, lora, quantize, groups)
-    initialise_lora(loaded.skeleton, loaded.store, 3)
-    randomise(loaded)
+    if lora is not None:
+        initialise_lora(loaded.skeleton, loaded.store, 3)
+        randomise(loaded)
     return loaded
+
+
+def put_together(gradients: dict[str, torch.Tensor], loaded: Loaded) -> dict[str, torch.Tensor]:
+    """Gradients by the names of the tensors in the model."""
+    found: dict[str, torch.Tensor] = {}
+    for spec in (spec for layer in loaded.store.layers for spec, _ in layer.layout.own.values() if spec.trained):
+        if spec.slice is None:
+            found[spec.name] = gradients[spec.name]
+        else:
+            whole = found.setdefault(spec.whole_name, torch.full(spec.whole_shape, torch.nan))
+            spec.slice.put_into(whole, gradients[spec.name])
+    return found
 
 
 def many(family: str) -> dict[str, Any]:
@@ -43,11 +69,13 @@ def many(family: str) -> dict[str, Any]:
     return {key.get(family, "num_experts"): 8, "num_experts_per_tok": 4}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_groups_make_what_the_whole_block_makes(family: str, checkpoint: Checkpoints) -> None:
-    folder, batch = checkpoint(family, **many(family)), batch_of(random_ids())
-    router = "mlp.router" if family == "gpt_oss" else "mlp.gate"
-    lora = replace(LORA, modules_to_save=(router,))
+@pytest.mark.parametrize(("family", "trained"), MADE)
+def test_groups_make_what_the_whole_block_makes(family: str, trained: str, checkpoint: Checkpoints) -> None:
+    folder, batch, lora = checkpoint(family, **many(family)), batch_of(random_ids()), TRAINED[trained]
+    looked_for = ".experts."
+    if trained == ROUTER:
+        looked_for = "mlp.router" if family == "gpt_oss" else "mlp.gate"
+        lora = replace(LORA, modules_to_save=(looked_for,))
     whole = loaded_in(1, folder, torch.float32, lora=lora)
     expected = forward_and_backward(functions_of(whole, train=True), whole.store, batch)
     cut = loaded_in(4, folder, torch.float32, lora=lora)
@@ -55,10 +83,11 @@ def test_groups_make_what_the_whole_block_makes(family: str, checkpoint: Checkpo
     assert len(cut.store.layers) == len(whole.store.layers) + 4 * blocks
     found = forward_and_backward(functions_of(cut, train=True), cut.store, batch)
     assert relative_error(found.loss, expected.loss) < 1e-6
-    assert found.gradients.keys() == expected.gradients.keys()
-    assert any(router in name for name in found.gradients)
+    gradients = put_together(found.gradients, cut)
+    assert gradients.keys() == expected.gradients.keys()
+    assert any(looked_for in name for name in gradients)
     for name, gradient in expected.gradients.items():
-        assert relative_error(found.gradients[name], gradient) < 1e-5, name
+        assert relative_error(gradients[name], gradient) < 1e-5, name
 
 
 @pytest.mark.parametrize(
@@ -135,11 +164,11 @@ def test_a_dense_model_has_nothing_to_cut(checkpoint: Checkpoints) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda block: block.mlp.experts.down_proj.requires_grad_(True), "they are trained"),
+        (lambda block: block.mlp.experts.register_buffer("more", torch.zeros(1)), "more than weights"),
         (lambda block: block.mlp.register_forward_hook(lambda m, i, output: 2 * output), "aten.mul"),
         (lambda block: block.register_forward_hook(lambda m, i, output: i[0]), "does not depend on them"),
     ],
-    ids=["trained", "scaled behind", "not used"],
+    ids=["more than weights", "scaled behind", "not used"],
 )
 def test_experts_that_cannot_be_cut_off_stay_and_that_is_said(
     change: Any, reason: str, checkpoint: Checkpoints, caplog: pytest.LogCaptureFixture

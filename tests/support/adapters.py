@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rpft.model.adapters import LoraSettings, initialise_lora, save_lora
+from rpft.model.whole_tensors import WholeTensors
 from support.models import Loaded, load
 
 LORA = LoraSettings(r=4, alpha=8.0, dropout=0.0, target_modules="all-linear")
@@ -42,10 +43,11 @@ def trained_names(loaded: Loaded) -> list[str]:
 
 
 def randomise(loaded: Loaded) -> None:
-    """Gives every adapter weight a random value, as training would."""
-    generator = torch.Generator().manual_seed(8)
-    for name in trained_names(loaded):
-        loaded.store.write(name, 0.1 * torch.randn(loaded.store.tensor(name).shape, generator=generator))
+    """Gives every adapter weight a random value, as training would; the same in whatever slices it lies."""
+    generator, wholes = torch.Generator().manual_seed(8), WholeTensors(loaded.store)
+    specs = [spec for layer in loaded.store.layers for spec, _ in layer.layout.own.values() if spec.trained]
+    for name in sorted({spec.whole_name for spec in specs}):
+        wholes.write(name, 0.1 * torch.randn(wholes[name].shape, generator=generator))
 
 
 def save(loaded: Loaded, folder: Path) -> Path:

@@ -94,7 +94,7 @@ def forward_and_backward(
         if not sums and layer == 0:  # the embedding of an adapter
             break
         assert grad is not None
-        # `data`, as on a worker: a module that sets a weight to itself (peft does) must not count as writing the others.
+        # `data` as on a worker: what sets a weight to itself (peft does) is not to count as writing the others.
         weights = {name: weight.data for name, weight in store.layer_weights(layer).items()}
         _, kept = functions.keep(
             layer, inputs[layer], weights, batch, key, frozenset(sums), layer > 0, with_output=with_output

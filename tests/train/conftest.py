@@ -4,9 +4,12 @@ import gc
 from types import SimpleNamespace
 
 import pytest
+from support.fixtures import checkpoint
 from support.recipes import make_project
 
 from rpft.plan import profile_file
+
+__all__ = ["checkpoint"]
 
 
 @pytest.fixture(scope="session")
