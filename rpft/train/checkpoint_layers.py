@@ -128,7 +128,7 @@ def _restore_layer(layer: HostLayer, saved: SavedTensors, file: Path, store: Hos
 
 
 def _refuse_shared_scales(cut: ExpertSlice | None, spec: TensorSpec, file: Path) -> None:
-    """UserError where 8-bit moments are to be ``cut`` otherwise, and those of one expert share a scale with others."""
+    """UserError where 8-bit moments are ``cut`` otherwise now, and one expert's share a scale with another's."""
     if cut is not None and cut.experts and (cut.last or spec.num_elements % (len(cut.experts) * BLOCK)):
         raise UserError(
             f"{file}: 8-bit moments of {spec.whole_name} were saved for other groups of experts than the plan now"

@@ -12,12 +12,14 @@ import torch
 from support.adapters import EXPERTS, randomise
 from support.layers import batch_of, forward_and_backward, functions_of, random_ids, relative_error
 from support.models import Loaded, load, skeleton_of
+from support.recipes import tiny_tokenizer
 
 from rpft.errors import UserError
 from rpft.model.adapters import LoraSettings, initialise_lora
 from rpft.model.cut_experts import cut_experts, ever_more_groups, find_stacks
 from rpft.model.expert_groups import example_input
 from rpft.model.layers import freeze_all, layer_names
+from rpft.model.save import save_result
 from rpft.model.skeleton import Skeleton
 
 LORA = LoraSettings(4, 8.0, 0.0, ["q_proj", "o_proj", "kv_b_proj"])
@@ -121,6 +123,21 @@ def test_their_parts_of_the_stacks_are_those_of_the_whole(checkpoint: Checkpoint
             parts = [cut.tensor(f"{base}{dot}{mark}{suffix}") for mark in ("[0:2]", "[2:4]")]
             stack = whole.tensor(name)
             assert torch.equal(torch.cat(parts) if len(parts[0]) < len(stack) else parts[0], stack), name
+
+
+@pytest.mark.parametrize(("family", "trained"), [("qwen3_moe", FULL), ("gpt_oss", FULL), ("gpt_oss", ADAPTED)])
+def test_what_is_saved_of_groups_is_what_is_saved_of_whole_blocks(
+    family: str, trained: str, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    folder, lora = checkpoint(family), TRAINED[trained]
+    files = []
+    for groups in (1, 2):
+        loaded, out = loaded_in(groups, folder, torch.bfloat16, lora=lora), tmp_path / str(groups)
+        config = loaded.skeleton.model.config
+        save_result(out, loaded.skeleton, loaded.store, config, tiny_tokenizer(), loaded.peft_model)
+        files.append({path.name: path.read_bytes() for path in out.glob("*.safetensors")})
+    assert len(files[0]) == 1
+    assert files[0] == files[1]
 
 
 def test_layers_are_named_by_block_and_experts(checkpoint: Checkpoints) -> None:

@@ -127,7 +127,9 @@ def test_8_bit_moments_of_which_experts_share_a_scale_stay_in_their_groups(
         restore(path, store_in(after, folder, None, state_format="8bit"), False)
     same = store_in(before, folder, None, state_format="8bit")
     restore(path, same, False)
-    assert differences(same, written, False) == []
+    files = [sorted(each.glob("*")) for each in (path, saved(same, tmp_path / "again", False))]
+    assert [one.name for one in files[0]] == [one.name for one in files[1]]
+    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(*files, strict=True))
 
 
 def test_a_group_that_is_not_there_is_named(checkpoint: Checkpoints, tmp_path: Path) -> None:

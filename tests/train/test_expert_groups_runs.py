@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.recipes import Project, crash_at, run_rpft
+import torch
+from safetensors.torch import load_file
+from support.recipes import Outcome, Project, crash_at, run_rpft, write_plan
 
 from rpft.plan.plan import Plan, Stage
 from rpft.recipe.load import load_recipe
@@ -19,6 +22,13 @@ from rpft.train.kernels import KernelChoice
 from rpft.train.measuring import LayerTooLarge
 
 LORA = {"adapter": {"r": 4, "target_modules": ["q_proj", "v_proj"]}, "checkpoint": {"every_steps": 2}}
+IN_FULL = "adapter=null"
+ON_EXPERTS = "adapter.target_modules=[]", "adapter.target_parameters=[experts.gate_up_proj, experts.down_proj]"
+TRAINED: dict[str, tuple[str, ...]] = {
+    "adapters of attention": (),
+    "in full": (IN_FULL,),
+    "adapters of experts": ON_EXPERTS,
+}
 WIDE = {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
 """A block has 3 MiB of experts, and next to nothing else."""
 
@@ -50,6 +60,15 @@ def plan_file(made: Project, limit: str) -> Path:
 
 
 @pytest.fixture(scope="module")
+def small(project: Any, cache: Any) -> Project:
+    """Two blocks, with a plan by hand that has their experts in two groups each."""
+    made = project("few expert groups", "qwen3_moe", sections=LORA, num_hidden_layers=2, num_experts=8)
+    path = write_plan(made.folder / "plan.json", [[0, 1], [2, 4]], [[5, 7], [3, 4], [0, 2]], 4)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "expert_groups": 2}))
+    return made
+
+
+@pytest.fixture(scope="module")
 def in_groups(made: Project) -> str:
     """The recipe's key for a plan in four groups."""
     path = plan_file(made, "2.5MiB")
@@ -72,38 +91,48 @@ def test_a_plan_in_groups_says_so(made: Project) -> None:
     assert "6 layers have become 14" in ran.out
 
 
-def test_a_block_that_is_trained_whole_stays_whole(made: Project, caplog: pytest.LogCaptureFixture) -> None:
-    plan = plan_for(made, "6MiB", "adapter=null")
-    assert (plan["expert_groups"], plan["fits"]) == (1, False)
-    assert "its experts stay in one layer: they are trained" in caplog.text
+def test_gradients_count_so_that_experts_which_are_trained_are_cut_earlier(made: Project) -> None:
+    plan = plan_for(made, "6MiB", IN_FULL)
+    assert (plan["expert_groups"], plan["fits"]) == (4, True)
 
 
+@pytest.mark.parametrize("kind", [*list(TRAINED)[:2], pytest.param("adapters of experts", marks=pytest.mark.slow)])
 def test_a_run_in_groups_learns_what_one_of_whole_blocks_does_and_goes_on_as_either(
-    made: Project, in_groups: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, small: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = made.train_well("whole")
-    cut = made.train_well("cut", in_groups, "engine.workers=2")
+    made, words, in_groups = small, TRAINED[kind], f"engine.plan={small.folder / 'plan.json'}"
+
+    def train_well(name: str, *more: str) -> Outcome:
+        return made.train_well(f"{name} {kind}", *words, *more)
+
+    whole = train_well("whole")
+    cut = train_well("cut", in_groups, "engine.workers=2")
     assert cut.losses == pytest.approx(whole.losses, rel=1e-5)
     assert cut.evaluations[4] == pytest.approx(whole.evaluations[4], rel=1e-5)
-    files = [sorted(p.name for p in run.folder.rglob("*.safetensors")) for run in (whole, cut)]
-    assert files[0] == files[1]
+    found, expected = (load_result(run) for run in (cut, whole))
+    assert {name: value.shape for name, value in found.items()} == {n: v.shape for n, v in expected.items()}
+    assert all(torch.allclose(found[name], value, rtol=1e-2, atol=1e-4) for name, value in expected.items())
     norms = [len(json.loads(line)["norms"]) for line in (cut.folder / "layer_norms.jsonl").open()]
-    assert set(norms) == {6}
+    assert set(norms) == {1 + 2 + 1}
     with monkeypatch.context() as patch:
         crash_at(3, patch)
-        assert made.train("broken", in_groups).code == 1
-    same = made.train_well("broken", in_groups, "engine.workers=2", "--resume")
+        assert made.train(f"broken {kind}", *words, in_groups).code == 1
+    shutil.copytree(made.folder / f"broken {kind}", made.folder / f"other {kind}")
+    same = train_well("broken", in_groups, "engine.workers=2", "--resume")
     assert same.numbers == cut.numbers
     assert same.result == cut.result
-    with monkeypatch.context() as patch:
-        crash_at(3, patch)
-        assert made.train("other", in_groups).code == 1
-    other = made.train_well("other", "--resume")
+    other = train_well("other", "--resume")
     assert other.losses == pytest.approx(cut.losses, rel=1e-5)
-    exported = run_rpft(
-        "export", str(cut.folder), "--out", str(made.folder / "merged"), "--checkpoint", "step-00000002"
-    )
+    merged = made.folder / f"merged {kind}"
+    exported = run_rpft("export", str(cut.folder), "--out", str(merged), "--checkpoint", "step-00000004")
     assert exported.code == 0, exported.err
+    if kind == "in full":
+        assert {path.name: path.read_bytes() for path in merged.glob("*.safetensors")} == cut.result
+
+
+def load_result(run: Outcome) -> dict[str, torch.Tensor]:
+    (file,) = run.folder.glob("[ma]*/*.safetensors")
+    return load_file(file)
 
 
 def test_layers_in_groups_are_measured_each_for_itself(made: Project, in_groups: str) -> None:
