@@ -93,19 +93,26 @@ def test_groups_make_what_the_whole_block_makes(family: str, trained: str, check
 
 
 @pytest.mark.parametrize(
-    "quantize", ["nf4", *(pytest.param(kind, marks=pytest.mark.slow) for kind in (None, "int8"))]
+    ("quantize", "trained"),
+    [
+        ("nf4", ROUTER),
+        *(pytest.param(kind, ROUTER, marks=pytest.mark.slow) for kind in (None, "int8")),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((None, FULL), ("nf4", ADAPTED))),
+    ],
 )
-def test_as_graphs_and_quantised_they_are_as_near_as_bfloat16_is(quantize: Any, checkpoint: Checkpoints) -> None:
+def test_as_graphs_and_quantised_they_are_as_near_as_bfloat16_is(
+    quantize: Any, trained: str, checkpoint: Checkpoints
+) -> None:
     """Sums of groups are rounded once more: no further from the exact gradient than those of the whole are."""
     folder, batch = checkpoint("qwen3_moe", **many("qwen3_moe")), batch_of(random_ids())
 
-    def gradient(groups: int, dtype: torch.dtype, kernels: Any) -> torch.Tensor:
-        loaded = loaded_in(groups, folder, dtype, quantize)
+    def gradient(groups: int, dtype: torch.dtype, kernels: Any = "eager") -> torch.Tensor:
+        loaded = loaded_in(groups, folder, dtype, quantize, TRAINED[trained])
         passed = forward_and_backward(functions_of(loaded, dtype, True, kernels), loaded.store, batch)
-        return torch.cat([value.flatten() for value in passed.gradients.values()])
+        gradients = put_together(passed.gradients, loaded)
+        return torch.cat([gradients[name].flatten() for name in sorted(gradients)])
 
-    exact = gradient(1, torch.float32, "eager")
-    whole = gradient(1, torch.bfloat16, "trace")
+    exact, whole = gradient(1, torch.float32), gradient(1, torch.bfloat16)
     eager, traced = (gradient(4, torch.bfloat16, kernels) for kernels in ("eager", "trace"))
     assert torch.equal(eager, traced)
     assert relative_error(traced, exact) < 1.5 * relative_error(whole, exact)

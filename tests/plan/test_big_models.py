@@ -17,12 +17,13 @@ from rpft.model.cut_experts import ever_more_groups
 from rpft.model.layers import build_layers
 from rpft.model.moments import StateFormat
 from rpft.model.quant_choice import quantize_base
+from rpft.model.skeleton import Skeleton, build_model, cut
 from rpft.plan.bill import Billing, Workload, least_device_bytes, make_bill
 from rpft.plan.choose import choose_plan, model_shape, step_shape
 from rpft.plan.costs import measured_costs
 from rpft.plan.machine import datasheet_profiles, read_machine
 from rpft.plan.partition import improved
-from rpft.plan.plan import Plan, Stage
+from rpft.plan.plan import Plan, Stage, smallest_stages
 from rpft.plan.simulate import step_seconds, steps_seconds
 
 CARD_BYTES = 24 << 30
@@ -153,6 +154,29 @@ def test_deepseek_v3_fits_a_card_of_24_gib_only_with_its_experts_in_layers_of_th
     assert bill.device_parts["a weight, dequantised"] == 128 * 2 * 2048 * 7168 * 2
     whole = sum(layout.num_parameters for layout in build_layers(skeleton, torch.bfloat16))
     assert sum(layout.num_parameters for layout in layouts) == whole
+
+
+@pytest.mark.parametrize(("trained", "card_gib"), [("in full", 24), ("adapters of experts", 16)])
+def test_experts_of_qwen3_235b_that_are_trained_fit_a_card_only_in_groups(trained: str, card_gib: int):
+    family, settings, _ = SHAPES["Qwen3-235B-A22B, LoRA on attention"]
+    config = getattr(transformers, family)(**{**settings, "num_hidden_layers": 2})  # for the time the test takes
+    skeleton = cut(build_model(config, torch.bfloat16, "auto"))
+    if trained != "in full":
+        names = ("experts.gate_up_proj", "experts.down_proj")
+        inject_lora(skeleton, LoraSettings(16, 32, 0.0, ["q_proj"], target_parameters=names), "shape")
+    work = Workload(model_shape(config, 2), 2048, 16, delayed=False, gradient_dtype=torch.bfloat16)
+
+    def device_bytes(each: Skeleton) -> int:
+        layouts = build_layers(each, torch.bfloat16)
+        return make_bill(smallest_stages(len(layouts), 16, "layer"), layouts, work).device
+
+    in_groups, stacks = next(ever_more_groups(skeleton, torch.bfloat16)), 128 * 3 * 1536 * 4096
+    assert device_bytes(skeleton) > card_gib << 30
+    assert device_bytes(in_groups) <= card_gib << 30
+    group = build_layers(in_groups, torch.bfloat16)[2]
+    adapted = 0 if trained == "in full" else stacks // 2
+    assert group.adapted_bytes == 2 * adapted
+    assert group.num_trained == (stacks // 2 if trained == "in full" else 64 * 16 * (2 * 4096 + 3 * 1536))
 
 
 @pytest.mark.parametrize(
