@@ -1,6 +1,7 @@
 """Training checkpoints on disk: the folder of each, which are whole, which may go.
 
     OUTPUT_DIR/checkpoints/step-00000020/layer-00003.safetensors    masters and moments (checkpoint_layers.py)
+                                        /layer-00003-experts-0-64.safetensors    of a group of its experts
                                         /state.json                 step, counters, what the run is; size and
                                                                     SHA-256 of every file, and of itself
 

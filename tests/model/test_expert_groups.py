@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 from support.adapters import EXPERTS, randomise
-from support.layers import batch_of, forward_and_backward, functions_of, random_ids, relative_error
+from support.layers import (
+    batch_of,
+    forward_and_backward,
+    functions_of,
+    put_together,
+    random_ids,
+    relative_error,
+)
 from support.models import Loaded, load, skeleton_of
 from support.recipes import tiny_tokenizer
 
@@ -53,18 +60,6 @@ def loaded_in(
     return loaded
 
 
-def put_together(gradients: dict[str, torch.Tensor], loaded: Loaded) -> dict[str, torch.Tensor]:
-    """Gradients by the names of the tensors in the model."""
-    found: dict[str, torch.Tensor] = {}
-    for spec in (spec for layer in loaded.store.layers for spec, _ in layer.layout.own.values() if spec.trained):
-        if spec.slice is None:
-            found[spec.name] = gradients[spec.name]
-        else:
-            whole = found.setdefault(spec.whole_name, torch.full(spec.whole_shape, torch.nan))
-            spec.slice.put_into(whole, gradients[spec.name])
-    return found
-
-
 def many(family: str) -> dict[str, Any]:
     """Eight experts, four of them picked."""
     key = {"deepseek_v3": "n_routed_experts", "mixtral": "num_local_experts", "gpt_oss": "num_local_experts"}
@@ -85,7 +80,7 @@ def test_groups_make_what_the_whole_block_makes(family: str, trained: str, check
     assert len(cut.store.layers) == len(whole.store.layers) + 4 * blocks
     found = forward_and_backward(functions_of(cut, train=True), cut.store, batch)
     assert relative_error(found.loss, expected.loss) < 1e-6
-    gradients = put_together(found.gradients, cut)
+    gradients = put_together(found.gradients, cut.store)
     assert gradients.keys() == expected.gradients.keys()
     assert any(looked_for in name for name in gradients)
     for name, gradient in expected.gradients.items():
@@ -109,7 +104,7 @@ def test_as_graphs_and_quantised_they_are_as_near_as_bfloat16_is(
     def gradient(groups: int, dtype: torch.dtype, kernels: Any = "eager") -> torch.Tensor:
         loaded = loaded_in(groups, folder, dtype, quantize, TRAINED[trained])
         passed = forward_and_backward(functions_of(loaded, dtype, True, kernels), loaded.store, batch)
-        gradients = put_together(passed.gradients, loaded)
+        gradients = put_together(passed.gradients, loaded.store)
         return torch.cat([gradients[name].flatten() for name in sorted(gradients)])
 
     exact, whole = gradient(1, torch.float32), gradient(1, torch.bfloat16)

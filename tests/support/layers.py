@@ -104,6 +104,19 @@ def forward_and_backward(
     return Passed(loss, gradients)
 
 
+def put_together(gradients: dict[str, torch.Tensor], store: HostStore) -> dict[str, torch.Tensor]:
+    """Gradients of all that is trained, by names in the model, those of groups of experts as one."""
+    found: dict[str, torch.Tensor] = {}
+    for spec in (spec for layer in store.layers for spec, _ in layer.layout.own.values() if spec.trained):
+        value = gradients[spec.name]
+        if spec.slice is None:
+            found[spec.name] = value
+            continue
+        whole = found.setdefault(spec.whole_name, value.new_full(spec.whole_shape, torch.nan))
+        spec.slice.put_into(whole, value)
+    return found
+
+
 def zero_sums(store: HostStore, layer: int) -> dict[str, torch.Tensor]:
     """A float32 gradient sum of zero for every trained tensor that ``layer`` uses."""
     bindings = store.layers[layer].layout.bindings
