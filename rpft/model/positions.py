@@ -29,6 +29,8 @@ def scale_positions(config: Any, kind: Literal["yarn", "linear"], factor: float)
     scaled = {**rotary, "rope_type": kind, "factor": factor}
     if kind == "yarn":
         scaled["original_max_position_embeddings"] = positions
+    if getattr(text, "head_dim", 0) is None:  # what it means; transformers' YaRN wants it said
+        text.head_dim = text.hidden_size // text.num_attention_heads
     text.rope_parameters = scaled
     text.max_position_embeddings = int(positions * factor)
 
