@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from rpft.model.graphs import TensorFunction
-from rpft.model.router_loss import LOSS, WEIGHT, add_loss
+from rpft.model.router_loss import ends_of_backward
 
 Weights = dict[str, torch.Tensor]
 """Tensor name to tensor."""
@@ -47,11 +47,8 @@ class EagerKept:
             wanted.append(self._hidden)
         if not wanted:
             return None
-        outputs, output_grads = [self._output], [grad]
-        if self._router_loss is not None:
-            outputs.append(self._router_loss)
-            output_grads.append(add_loss(self._router_loss, sums[WEIGHT], sums[LOSS], self._coefficient))
-        grads = torch.autograd.grad(outputs, wanted, output_grads, allow_unused=True)
+        ends, end_grads = ends_of_backward(self._output, grad, self._router_loss, sums, self._coefficient)
+        grads = torch.autograd.grad(ends, wanted, end_grads, allow_unused=True)
         for name, value in zip(self._leaves, grads, strict=False):
             if value is not None:  # an expert without a token has none
                 sums[name].add_(value)

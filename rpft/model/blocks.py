@@ -23,7 +23,7 @@ from rpft.model.joint_graph import JointGraph
 from rpft.model.kept import FromForward, KeptLayout
 from rpft.model.quant import PackedWeight
 from rpft.model.quant_weight import open_weights
-from rpft.model.router_loss import LOSS, WEIGHT, Router, ScoreWatch, add_loss, load_balancing_loss
+from rpft.model.router_loss import LOSS, WEIGHT, Router, ScoreWatch, ends_of_backward, load_balancing_loss
 from rpft.model.routing import Choices, recorded_choices, replayed_choices
 
 _ONE_THREAD = threading.Lock()
@@ -297,13 +297,10 @@ class Block:
                 (output,) = at.run(*data)
                 loss = self._take_router_loss(made)
                 wanted = [*leaves, hidden] if with_grad_hidden else leaves
-                ends, end_grads = [output], [grad]
-                if loss is not None:
-                    *sums, total, weight = sums
-                    ends = [output, loss]
-                    end_grads = [grad, add_loss(loss, weight, total, self._coefficient)]
+                balance = {} if loss is None else dict(zip((LOSS, WEIGHT), sums[-2:], strict=True))
+                ends, end_grads = ends_of_backward(output, grad, loss, balance, self._coefficient)
                 grads = torch.autograd.grad(ends, wanted, end_grads, allow_unused=True)
-            for total, value in zip(sums, grads, strict=False):
+            for total, value in zip(sums, grads[: len(leaves)], strict=False):
                 if value is not None:
                     total.add_(value)
             return (output.detach(), *grads[len(leaves) :], *made)

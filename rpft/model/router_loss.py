@@ -12,6 +12,7 @@ does; T is all of its tokens, padding included.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -69,10 +70,24 @@ def load_balancing_loss(scores: torch.Tensor, picked: torch.Tensor) -> torch.Ten
     return experts * (picks / tokens * torch.softmax(scores.float(), -1).mean(0)).sum()
 
 
-def add_loss(loss: torch.Tensor, weight: torch.Tensor, total: torch.Tensor, coefficient: float) -> torch.Tensor:
-    """Adds ``loss``, which counts as much as ``weight`` says, to ``total``; the gradient that it is given."""
-    total.add_(loss.detach() * weight)
-    return coefficient * weight
+def ends_of_backward(
+    output: torch.Tensor,
+    grad: torch.Tensor,
+    loss: torch.Tensor | None,
+    sums: Mapping[str, torch.Tensor],
+    coefficient: float,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(What a block's backward begins at, their gradients): its output, and its ``loss`` where it has one.
+
+    The loss is added to ``sums``, as much as they say that it counts. It has no gradient where what scores the
+    experts is frozen up to the embedding, as with adapters behind the first router alone.
+    """
+    if loss is None:
+        return [output], [grad]
+    sums[LOSS].add_(loss.detach() * sums[WEIGHT])
+    if not loss.requires_grad:
+        return [output], [grad]
+    return [output, loss], [grad, coefficient * sums[WEIGHT]]
 
 
 class ScoreWatch:

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.adapters import EXPERTS
 from support.engines import plan_of, random_batches, random_plan, run_engine
 from support.layers import batch_of, functions_of, random_ids, relative_error, zero_sums
 from support.models import load, tiny_config
@@ -123,6 +124,30 @@ def test_no_plan_changes_a_bit_of_it(settings, dtype, checkpoint):
     for workers in (1, 3):
         plan = replace(random_plan(rng, 6, 2), keep_bytes_per_token=0)
         assert run(plan, workers, delays_seed=workers, **settings).differences(expected) == [], plan
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen3_moe", {"lora": replace(LORA, target_modules=[], target_parameters=EXPERTS)}),
+        (
+            "qwen3_next",
+            {
+                "lora": replace(LORA, target_modules=["shared_expert.down_proj"]),
+                "kernels": "trace",
+                "dtype": torch.bfloat16,
+            },
+        ),
+    ],
+    ids=["eager", "trace"],
+)
+def test_a_router_with_nothing_trained_up_to_its_scores_has_a_loss_and_no_gradient(family, settings, checkpoint):
+    folder, plan = checkpoint(family, num_hidden_layers=1), plan_of([(0, 1)], [(2, 2), (0, 1)], 4, "stage")
+    without, with_it = (
+        run_engine(folder, plan, steps=2, router_loss=each, **settings).results for each in (0.0, 0.5)
+    )
+    assert [r.router_aux_loss for r in with_it] == [pytest.approx(2.0, abs=1.0)] * 2
+    assert [(r.loss_sum, r.grad_norm) for r in with_it] == [(r.loss_sum, r.grad_norm) for r in without]
 
 
 @pytest.mark.slow
