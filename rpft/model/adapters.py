@@ -81,7 +81,13 @@ def inject_lora(skeleton: Skeleton, settings: LoraSettings, base_model: str) -> 
         keys = f"adapter.target_modules {settings.target_modules!r}"
         if settings.target_parameters:
             keys += f", target_parameters {list(settings.target_parameters)}"
-        raise UserError(f"{keys}: {str(error).splitlines()[0]}") from error
+        said = str(error).splitlines()[0]
+        if "ParamWrapper" in said:
+            said = (
+                "they reach the experts, for which peft knows neither dropout nor DoRA; set adapter.dropout to 0 and"
+                f" adapter.dora to false, or name other modules ({said})"
+            )
+        raise UserError(f"{keys}: {said}") from error
     _drop_originals(skeleton, settings.modules_to_save)
     return peft_model
 
