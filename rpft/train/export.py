@@ -214,7 +214,8 @@ def _write_model(
     specs = [spec for layout in build_layers(plain, dtype) for spec, _ in layout.own.values()]
     _refuse_full_disk(settings.out, sum(spec.num_bytes for spec in specs))
     tokenizer, asking = asked_as_trained(model.run, model.trained, model.base)
-    ids = None if model.peft_model is None else torch.tensor([tokenizer(PROBE_TEXT).input_ids])
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    ids = None if model.peft_model is None else torch.tensor([tokenizer(PROBE_TEXT).input_ids[:positions]])
     drifts: list[Drift | None] = []
 
     def layers() -> Iterator[Tensors]:

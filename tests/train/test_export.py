@@ -15,6 +15,7 @@ from support.recipes import Project, Ran, run_rpft
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rpft import files
+from rpft.train.export import PROBE_TEXT
 
 SAVING = {"checkpoint": {"every_steps": 2}, "train": {"max_steps": 4, "eval_every": 2}}
 LORA = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "down_proj", "embed_tokens"]}
@@ -118,6 +119,13 @@ def test_experts_that_lie_one_by_one_are_in_the_export(checkpoint: str, experts:
     beside = logits(base, adapter)
     assert torch.allclose(logits(folder), beside, atol=1e-4 * beside.abs().max().item())
     assert not torch.allclose(logits(folder), logits(base), atol=1e-4 * beside.abs().max().item())
+
+
+def test_a_model_with_fewer_positions_than_the_probe_text_has_tokens_is_merged(fresh: Any, tmp_path: Path) -> None:
+    made = fresh("gpt2", sections={"adapter": {"r": 4, "target_modules": ["c_attn"]}, "train": {"max_steps": 1}})
+    made.train_well("out")
+    assert len(AutoTokenizer.from_pretrained(made.folder / "base")(PROBE_TEXT).input_ids) > 128
+    export_well(made.folder / "out", tmp_path / "model")
 
 
 def test_a_merge_of_the_best_checkpoint_is_of_that_step(lora: Project, tmp_path: Path) -> None:
