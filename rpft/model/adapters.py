@@ -84,8 +84,8 @@ def inject_lora(skeleton: Skeleton, settings: LoraSettings, base_model: str) -> 
         said = str(error).splitlines()[0]
         if "ParamWrapper" in said:
             said = (
-                "they reach the experts, for which peft knows neither dropout nor DoRA; set adapter.dropout to 0 and"
-                f" adapter.dora to false, or name other modules ({said})"
+                "they reach the experts, for which peft knows neither dropout nor DoRA; set adapter.dropout to 0"
+                f" and adapter.dora to false, or name other modules ({said})"
             )
         raise UserError(f"{keys}: {said}") from error
     _drop_originals(skeleton, settings.modules_to_save)

@@ -100,9 +100,7 @@ def test_a_module_to_save_that_the_model_does_not_have_is_refused(tmp_path: Path
 
 
 @pytest.mark.parametrize("settings", [{"dropout": 0.1}, {"dora": True}], ids=str)
-def test_dropout_and_dora_of_linear_layers_that_reach_the_experts_are_refused(
-    settings: Any, tmp_path: Path
-) -> None:
+def test_dropout_and_dora_of_layers_that_are_experts_are_refused(settings: Any, tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path, "qwen3_moe")
     with pytest.raises(UserError, match=r"adapter\.target_modules 'all-linear'.*set adapter\.dropout to 0 and"):
         load_lora(tmp_path, replace(LORA, **settings))

@@ -27,7 +27,8 @@ class Adapter(Section):
         default=0.0,
         ge=0,
         lt=1,
-        description="Probability that an input element of the adapter is dropped in training.",
+        description="Probability that an input element of the adapter is dropped in training. Must be 0 for"
+        " experts, which all-linear and names such as down_proj reach, too.",
     )
     target_modules: Annotated[
         str | tuple[str, ...],
@@ -55,7 +56,7 @@ class Adapter(Section):
     dora: bool = Field(
         default=False,
         description="Train the length of each weight row beside its direction (DoRA). Slower: each step computes"
-        " the lengths of all adapted weights. Not with target_parameters.",
+        " the lengths of all adapted weights. Not for experts, target_parameters or a quantised base.",
     )
     lr_ratio_b: float = Field(
         default=1.0,
