@@ -84,8 +84,8 @@ class Data(Section):
     packing: bool = Field(
         default=False,
         description="Put several rows into one sequence of max_seq_len tokens; rows do not see each other. "
-        "Less padding and more tokens a second, but rows a step vary. Refused for families that keep no packed rows"
-        " apart, as GPT-OSS and Qwen3-Next.",
+        "Less padding and more tokens a second, but rows a step vary. Refused for families that do not keep packed"
+        " rows apart, as GPT-OSS and Qwen3-Next.",
     )
     truncation: Literal["drop", "left", "right", "error"] = Field(
         default="drop",
