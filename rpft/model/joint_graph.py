@@ -55,6 +55,10 @@ class JointGraph:
         used = {s for node in needed_for(self._ends, [*self._data, *choices]) for s in node.all_input_nodes}
         self._choices = [node for node in dict.fromkeys(choices) if node in used]
         self._backward_nodes = reached_from([self._grad, *self._sums], nodes)
+        backward = [node for node in self._needed_with([]) if node in self._backward_nodes]
+        self._asked_for = {source: None for node in backward for source in node.all_input_nodes}
+        """What the backward is given of the forward, in order."""
+        self._costs = {node: flops(node) for node in nodes if node.op == "call_function"}
         self._orders: dict[float, list[list[fx.Node]]] = {}
         """What was chosen for a budget: that takes seconds for a block of many products."""
 
@@ -105,7 +109,7 @@ class JointGraph:
 
     def backward_flops(self, kept: Sequence[fx.Node]) -> int:
         """Operations of products and attention in the backward, with what it recomputes."""
-        return sum(flops(node) for node in self._needed_with(kept))
+        return sum(self._costs.get(node, 0) for node in self._needed_with(kept))
 
     def _needed_with(self, kept: Sequence[fx.Node]) -> list[fx.Node]:
         """What the backward runs where ``kept`` and the choices are given."""
@@ -113,14 +117,14 @@ class JointGraph:
 
     def _recomputed(self, kept: Sequence[fx.Node]) -> dict[fx.Node, int]:
         """Costly operations of the forward pass that the backward must run again, with their cost."""
-        costs = {node: flops(node) for node in self._needed_with(kept) if node not in self._backward_nodes}
-        return {node: cost for node, cost in costs.items() if cost > 0}
+        needed = needed_for(self._asked_for, [*self._data, *self._choices, *kept, *self._backward_nodes])
+        return {node: cost for node in needed if (cost := self._costs.get(node, 0)) > 0}
 
     def _results(self, operation: fx.Node, kept: Sequence[fx.Node]) -> list[fx.Node]:
         """The tensors that ``operation`` makes and the backward uses."""
-        needed = set(self._needed_with(kept))
         if isinstance(operation.meta["val"], torch.Tensor):
             return [operation]
+        needed = set(self._needed_with(kept))
         return [node for node in operation.users if node in needed and isinstance(node.meta["val"], torch.Tensor)]
 
     def _cut(

@@ -7,8 +7,9 @@ import torch
 from support.layers import batch_of, functions_of, random_ids, relative_error
 from support.models import load
 
-from rpft.model import token_chunks
+from rpft.model import joint_graph, token_chunks
 from rpft.model.functions import LayerFunctions
+from rpft.model.graph_nodes import flops
 from rpft.model.token_chunks import num_parts
 
 
@@ -99,3 +100,18 @@ def test_a_part_is_recomputed_right_before_its_backward_and_added_right_after(ke
         sum(place[n] <= at < max(map(place.get, n.users)) for n in wide if n.users) for at in range(len(nodes))
     ]
     assert len(wide) > 4 * max(alive) > 0
+
+
+def test_what_to_keep_of_many_parts_is_chosen_with_each_operation_counted_once(checkpoint, monkeypatch):
+    """Counting is what takes long: of 28 parts it was done a million times."""
+    counted: list[object] = []
+    monkeypatch.setattr(joint_graph, "flops", lambda node: counted.append(node) or flops(node))
+    monkeypatch.setattr(token_chunks, "_MOST_BYTES", 0)
+    monkeypatch.setattr(token_chunks, "_PART_BYTES", 8 * 96 * 4)
+    loaded = load(checkpoint("llama"))
+    functions = functions_of(loaded, kernels="trace")
+    functions.expect(32)
+    backward(functions, loaded, with_output=True)
+    products = [node for node in counted if getattr(node, "target", None) is torch.ops.aten.mm.default]
+    assert len(products) >= 4 * 3 * 3  # parts, products of each, forward and both gradients
+    assert len(counted) == len(set(counted))
