@@ -112,6 +112,9 @@ def _drop_originals(skeleton: Skeleton, modules_to_save: tuple[str, ...]) -> Non
             parent, _, leaf = name.rpartition(".")
             setattr(copy.get_submodule(parent), leaf, trained)  # on meta, peft loses that two copies are tied
             skeleton.checkpoint_names[id(trained)] = checkpoint_name
+        for name, buffer in wrapper.original_module.named_buffers():
+            if (kept := skeleton.checkpoint_names.get(id(buffer))) is not None:
+                skeleton.checkpoint_names[id(copy.get_buffer(name))] = kept
     for _, wrapper in wrappers:
         wrapper.original_module = torch.nn.Identity()
 
@@ -177,22 +180,31 @@ def learns_faster(name: str, num_dimensions: int) -> bool:
     return ".lora_B." in name or num_dimensions == 1
 
 
+def names_in_adapter(layout: LayerLayout) -> list[str]:
+    """The tensors of a layer that an adapter's folder holds: trained ones, buffers of what is trained whole."""
+    return [b.name for b in layout.bindings if b.grad_offset is not None or f"{_WHOLE}." in b.name]
+
+
 def save_lora(peft_model: Any, store: HostStore, folder: Path) -> None:
     """Writes adapter_model.safetensors and adapter_config.json into ``folder``."""
-    save_adapter(peft_model, WholeTensors(store).trained(), folder)
+    state: dict[str, torch.Tensor] = {}
+    for layer in store.layers:
+        weights = store.layer_weights(layer.layout.layer)
+        state |= {name: weights[name] for name in names_in_adapter(layer.layout)}
+    save_adapter(peft_model, state, folder)
 
 
-def save_adapter(peft_model: Any, trained: dict[str, torch.Tensor], folder: Path) -> None:
-    """Writes ``trained``, by their names in the model that runs, as a folder that peft loads."""
-    state = {_PREFIX + name: tensor for name, tensor in trained.items()}
+def save_adapter(peft_model: Any, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """Writes ``tensors``, all of ``names_in_adapter`` of every layer, as a folder that peft loads."""
+    state = {_PREFIX + name: tensor for name, tensor in tensors.items()}
     peft_model.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
 
 
 def names_in_file(peft_model: Any, layouts: list[LayerLayout]) -> dict[str, str]:
-    """For each trained tensor, in every layer that uses it, its name in adapter_model.safetensors."""
+    """For each of ``names_in_adapter`` of all layers, its name in adapter_model.safetensors."""
     from peft import get_peft_model_state_dict
 
-    names = [b.name for layout in layouts for b in layout.bindings if b.grad_offset is not None]
+    names = [name for layout in layouts for name in names_in_adapter(layout)]
     marked = {_PREFIX + name: torch.empty(0) for name in names}
     found = {id(tensor): name.removeprefix(_PREFIX) for name, tensor in marked.items()}
     kept = get_peft_model_state_dict(peft_model, state_dict=marked, save_embedding_layers=False)

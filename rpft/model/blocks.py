@@ -297,7 +297,7 @@ class Block:
                 (output,) = at.run(*data)
                 loss = self._take_router_loss(made)
                 wanted = [*leaves, hidden] if with_grad_hidden else leaves
-                balance = {} if loss is None else dict(zip((LOSS, WEIGHT), sums[-2:], strict=True))
+                balance: Weights = {} if loss is None else dict(zip((LOSS, WEIGHT), sums[-2:], strict=True))
                 ends, end_grads = ends_of_backward(output, grad, loss, balance, self._coefficient)
                 grads = torch.autograd.grad(ends, wanted, end_grads, allow_unused=True)
             for total, value in zip(sums, grads[: len(leaves)], strict=False):

@@ -15,8 +15,7 @@ import torch
 
 from rpft import files
 from rpft.errors import UserError
-from rpft.model.adapters import inject_lora, save_adapter
-from rpft.model.build import build_model
+from rpft.model.adapters import inject_lora, names_in_adapter, save_adapter
 from rpft.model.checkpoint import Checkpoint, read_config, resolve_checkpoint
 from rpft.model.cut import cut
 from rpft.model.layer_reader import LayerReader
@@ -199,7 +198,15 @@ def write_adapter(model: TrainedModel, out: Path, fresh: Path) -> None:
     dtype = model.skeleton.model.dtype
     specs = [spec for layout in model.layouts for spec, _ in layout.own.values() if spec.trained]
     _refuse_full_disk(out, sum(spec.num_elements for spec in specs) * dtype.itemsize)
-    save_adapter(model.peft_model, {name: tensor.to(dtype) for name, tensor in model.tensors.items()}, fresh)
+    tensors, reader = {name: tensor.to(dtype) for name, tensor in model.tensors.items()}, model.reader()
+    for layer, layout in enumerate(model.layouts):
+        buffers = [name for name in names_in_adapter(layout) if name not in tensors]
+        base = reader.read(layer) if buffers else {}
+        for name in buffers:
+            kept = layout.own[name][0].checkpoint_name
+            assert kept is not None
+            tensors[name] = base[kept]
+    save_adapter(model.peft_model, tensors, fresh)
 
 
 def _write_model(

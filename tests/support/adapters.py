@@ -23,6 +23,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"target_modules": ["q_proj"], "modules_to_save": ("input_layernorm", "norm", "mlp.gate")},
     ),
+    "a router with a buffer trained whole": (
+        "deepseek_v3",
+        {"target_modules": ["q_a_proj"], "modules_to_save": ("mlp.gate",)},
+    ),
     "fused experts": ("qwen3_moe", {"target_modules": [], "target_parameters": EXPERTS}),
     "fused experts of GPT-OSS": ("gpt_oss", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
     "experts by their old names": ("mixtral", {"target_modules": ["w1", "w2", "w3"]}),

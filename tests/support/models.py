@@ -23,7 +23,7 @@ from rpft.model.layers import build_layers
 from rpft.model.load import load_checkpoint
 from rpft.model.quant import QuantKind
 from rpft.model.quant_choice import quantize_base
-from rpft.model.skeleton import Skeleton
+from rpft.model.skeleton import Skeleton, build_model, cut, persistent_buffers
 
 VOCABULARY = 320
 
@@ -150,6 +150,9 @@ def tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, *
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.02 * torch.randn_like(parameter))
+            for _, buffer in persistent_buffers(model):
+                if buffer.is_floating_point():
+                    buffer.add_(0.02 * torch.randn_like(buffer))
     return model
 
 

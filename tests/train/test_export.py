@@ -121,6 +121,32 @@ def test_experts_that_lie_one_by_one_are_in_the_export(checkpoint: str, experts:
     assert not torch.allclose(logits(folder), logits(base), atol=1e-4 * beside.abs().max().item())
 
 
+def test_buffers_of_what_is_trained_whole_are_in_the_adapter_of_a_run_and_of_its_checkpoint(
+    fresh: Any, tmp_path: Path
+) -> None:
+    adapter = {"r": 4, "target_modules": ["q_a_proj"], "modules_to_save": ["mlp.gate"]}
+    made = fresh("deepseek_v3", sections={"adapter": adapter, "train": {"max_steps": 1}})
+    made.train_well("out", "checkpoint.every_steps=1")
+    run = made.folder / "out"
+    folder = export_well(run, tmp_path / "adapter", "--adapter-only", "--checkpoint", "step-00000001")
+    base, *found = (
+        load_file(f)
+        for f in (
+            made.folder / "base" / "model.safetensors",
+            *(f / "adapter_model.safetensors" for f in (run / "adapter", folder)),
+        )
+    )
+    for tensors in found:
+        (name,) = [name for name in tensors if name.endswith("layers.2.mlp.gate.e_score_correction_bias")]
+        assert torch.equal(tensors[name], base["model.layers.2.mlp.gate.e_score_correction_bias"])
+        assert tensors[name].any()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    beside = logits(made.folder / "base", folder)
+    assert torch.allclose(
+        logits(export_well(run, tmp_path / "model")), beside, atol=1e-4 * beside.abs().max().item()
+    )
+
+
 def test_a_model_with_fewer_positions_than_the_probe_text_has_tokens_is_merged(fresh: Any, tmp_path: Path) -> None:
     made = fresh("gpt2", sections={"adapter": {"r": 4, "target_modules": ["c_attn"]}, "train": {"max_steps": 1}})
     made.train_well("out")
