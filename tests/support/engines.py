@@ -40,7 +40,7 @@ from rpft.plan.plan import Plan, Stage
 
 SEQUENCE = 12
 HANG_SECONDS = 600.0
-"""A run that takes longer fails; the longest takes 5 seconds, or 15 where layers are compiled, on a quiet machine."""
+"""A run that takes longer fails; on a quiet machine the longest takes 15 seconds, in which layers are compiled."""
 ALGORITHM = AdamW(weight_decay=0.1)
 
 
