@@ -57,7 +57,7 @@ def refusals() -> Iterator[Any]:
             yield pytest.param(one, x, other, y, said, marks=[] if quick else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("one", "x", "other", "y", "said"), refusals())
+@pytest.mark.parametrize(("one", "x", "other", "y", "said"), list(refusals()))
 def test_a_pair_that_is_not_possible_is_refused_by_its_keys(
     one: str, x: str, other: str, y: str, said: str, project_of: Any
 ) -> None:
