@@ -50,6 +50,9 @@ class SlotWork(NamedTuple):
     written: Any = 0.0
     """When the upload can be over at the earliest, because of the update before it: a time."""
     gradients_down: Any = 0.0
+    read: Any = 0.0
+    """When the gradients can be down at the earliest, because the update before must have read what lay there: a
+    time."""
     kept_up: Any = 0.0
     """Of a microbatch: hidden states that come up while it is computed."""
     kept_down: Any = 0.0
@@ -125,6 +128,7 @@ class Pool:
         self.ends[0][w], self.ends[1][w] = self.ends[1][w], end
         rounded = np.maximum(end, self.gradients_down[w])  # rounding waits for the buffer
         landed = self._through(self.switch_down, worker, rounded, work.gradients_down) + work.gradients_down
+        landed = np.maximum(landed, work.read)
         self.compute[w] = np.where(work.backward, rounded, end)
         self.gradients_down[w] = np.where(work.backward, landed, self.gradients_down[w])
         return SlotTimes(uploaded, inputs, computed, delivered, landed)

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from rpft.plan.costs import LayerLoad
 from rpft.plan.plan import Plan
 from rpft.plan.pool import Pool, SlotTimes, SlotWork, slower_beside
 from rpft.plan.rates import Rates
@@ -58,7 +59,10 @@ class Run:
             [load.weight_bytes - load.frozen_bytes * (i in resident) for i, load in enumerate(shape.loads)]
         )
         self.sent = _up_to(self.uploaded_bytes / rates.up)
+        self.has_gradient = np.array([[load.gradient_bytes > 0] for load in shape.loads])
+        self.sent_down = _up_to([load.gradient_bytes / rates.down for load in shape.loads])
         self.update_sizes = np.array([[load.num_trained] for load in shape.loads], float)
+        self.order = late_order(shape.loads) if shape.delayed else list(range(len(shape.loads)))
         self._read_stages(plans)
         self._price(plans)
         self.updating = self._update_seconds()
@@ -115,6 +119,7 @@ class Run:
             upload=self.sent[last + 1] - self.sent[first],
             written=np.zeros(first.shape),
             gradients_down=gradients / rates.down,
+            read=np.zeros(first.shape),
             kept_up=np.where(self.backward & ~self.fused, self.carried / rates.up + input_up, 0.0),
             kept_down=np.where(self.backward, 0.0, self.carried / rates.down),
             backward=self.backward,
@@ -131,6 +136,9 @@ class Run:
         # After so many steps the same workers have the same slots again; a few turns of all workers will do too.
         again = num_workers // np.gcd(num_workers, self.per_step)
         steps = np.minimum(again, np.ceil(_TURNS_TIMED * num_workers / self.per_step).astype(int))
+        steps += (
+            steps % 2
+        )  # held up by updates, a step starts with the one before the last, so that two take turns
         begun = steps_warm(self.per_step, num_workers)
         if not self.even_shares:  # some workers run ahead, until updates hold them
             begun, steps = begun + _TURNS_TIMED, np.full(count, _TURNS_TIMED)
@@ -209,14 +217,14 @@ class Run:
         When it begins and ends, (2, column).
         """
         begun = np.maximum(self.optimizer, end)
-        # Exact updates go from the first layer to the last, as their readers do, late ones the other way.
-        up, last = (slice(None, None, -1), 0) if self.shape.delayed else (slice(None), -1)
-        written = begun + np.cumsum(self.updating[up], axis=0)[up]
-        over = written[last]
+        written = np.empty(self.updating.shape)
+        written[self.order] = begun + np.cumsum(self.updating[self.order], axis=0)
+        over = written[self.order[-1]]
         if self.watcher is not None:
             self.watcher.update(begun, over)
         self.optimizer = np.where(done, over, self.optimizer)
         if self.shape.delayed:
+            self._set_read(done, written)
             written, self.late = self.late, np.where(done, written, self.late)
         self._set_written(done, written)
         return np.stack([begun, over])
@@ -260,13 +268,44 @@ class Run:
             own = slower_beside(np.diff(sent, axis=0), written[-1] - written, self.rates.copies_beside)
             sent = np.concatenate((np.zeros((1, written.shape[1])), np.cumsum(own, axis=0)))
         sent = np.broadcast_to(sent, (len(sent), written.shape[1]))
-        since = np.ascontiguousarray((written - sent[:-1]).T).ravel()
-        field = self.work[SlotWork._fields.index("written")]
-        for slots, columns in self.covers:
-            starts = self.first[slots, columns] + columns * len(written)
-            latest = np.maximum.reduceat(since, starts) + sent[self.last[slots, columns] + 1, columns]
-            chosen = done[columns]
-            field[slots[chosen], columns[chosen]] = latest[chosen]
+        for cover in self.covers:
+            slots, columns, latest = self._latest(cover, written - sent[:-1])
+            self._set("written", done, slots, columns, latest + sent[self.last[slots, columns] + 1, columns])
+
+    def _set_read(self, done: np.ndarray, read: np.ndarray) -> None:
+        """From when the gradients of each layer may land, to when those of each backward slot can have.
+
+        A late update may not have read the ones before when they come, the last layer's first.
+        """
+        read = np.where(self.has_gradient, read + self.sent_down[1:, None], 0.0)
+        slots, columns, latest = self._latest(self.covers[1], read)
+        self._set("read", done, slots, columns, latest - self.sent_down[self.first[slots, columns]])
+
+    def _latest(
+        self, cover: tuple[np.ndarray, np.ndarray], moments: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The stages of a cover, (slot, column), each with the latest of the ``moments`` of its layers."""
+        slots, columns = cover
+        starts = self.first[slots, columns] + columns * len(moments)
+        return slots, columns, np.maximum.reduceat(np.ascontiguousarray(moments.T).ravel(), starts)
+
+    def _set(
+        self, name: str, done: np.ndarray, slots: np.ndarray, columns: np.ndarray, values: np.ndarray
+    ) -> None:
+        """Fills a field of ``self.work`` for the plans that ``done`` marks."""
+        chosen = done[columns]
+        self.work[SlotWork._fields.index(name)][slots[chosen], columns[chosen]] = values[chosen]
+
+
+def late_order(loads: Sequence[LayerLoad]) -> list[int]:
+    """The order of layers in late updates: the last first, and lenders of weights before those who borrow them.
+
+    It is that of the host store (``HostStore.update_order``); exact updates go from the first layer to the last.
+    """
+    order: dict[int, None] = {}
+    for layer in reversed(range(len(loads))):
+        order |= dict.fromkeys((*loads[layer].lenders, layer))
+    return list(order)
 
 
 def update_seconds(plan: Plan, shape: StepShape, rates: Rates) -> float:

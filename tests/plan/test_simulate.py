@@ -14,9 +14,9 @@ from rpft.plan.costs import LayerLoad
 from rpft.plan.plan import Plan, Stage
 from rpft.plan.playback import play_back
 from rpft.plan.pool import Pool, SlotWork
-from rpft.plan.predict import predict, roof_seconds
+from rpft.plan.predict import even_seconds, predict, roof_seconds
 from rpft.plan.rates import AT_ONCE, Rates
-from rpft.plan.simulate import step_seconds, steps_seconds
+from rpft.plan.simulate import Run, late_order, step_seconds, steps_seconds
 from rpft.plan.step_shape import StepShape
 
 seeds = st.integers(0, 10**6)
@@ -180,6 +180,81 @@ def test_a_late_update_hides_behind_the_next_step_and_an_exact_one_shows():
     assert step_seconds(plan, shape, rates) > 1.1 * compute
 
 
+def with_an_update_of(share, plan, shape, rates):
+    """Weights and an optimizer that takes such a share of a step whose workers are always busy."""
+    loads = [replace(load, gradient_bytes=10**5, num_trained=10**5) for load in shape.loads]
+    shape = replace(shape, loads=loads)
+    return shape, replace(rates, update=len(loads) * 1e5 / (share * even_seconds(plan, shape)))
+
+
+def test_a_late_gradient_lands_when_the_update_before_has_read_what_lies_there():
+    plan, shape = even(gradient_bytes=10, num_trained=100)
+    shape = replace(shape, delayed=True)
+    compute = step_seconds(plan, shape, AT_ONCE)
+    rates = Rates(np.inf, 10 / 3, update=10 * 100 / (3 * compute))
+    played = play_back(plan, shape, rates)
+    begins = {step: begun for step, (begun, _) in played.updates}
+    layer_seconds = 100 / rates.update
+    backward = [slot for slot in played.slots if slot.slot >= len(plan.forward)]
+    held_up = 0
+    for slot in backward:
+        if slot.step - 1 not in begins:
+            continue
+        # The last layer is read first; a slot has one layer, whose gradient takes 3 seconds.
+        read = begins[slot.step - 1] + (slot.slot - len(plan.forward) + 1) * layer_seconds
+        landed = slot.gradients_down[-1][1]
+        assert landed >= read + 3 - 1e-9
+        held_up += landed == pytest.approx(read + 3)
+    assert held_up > len(backward) / 2
+
+
+def test_an_update_longer_than_all_else_takes_a_step_with_the_gradients_that_it_was_waited_for_by():
+    plan, shape = even(gradient_bytes=10, num_trained=100)
+    shape = replace(shape, delayed=True)
+    update = 10 * step_seconds(plan, shape, AT_ONCE)
+    rates = Rates(np.inf, 10 / 3, update=10 * 100 / update)
+    # Embedding first or last, what lies in the host store is read, then the gradient of layer 0 comes down.
+    assert step_seconds(plan, shape, rates) == pytest.approx(update + 3)
+
+
+def test_two_late_steps_take_a_step_and_an_update_where_neither_can_hide_the_other():
+    plan, shape = even(gradient_bytes=1, num_trained=100)
+    shape = replace(shape, num_workers=10, delayed=True)
+    rates = Rates(np.inf, np.inf, np.inf)
+    alone = step_seconds(plan, replace(shape, delayed=False), rates)  # from the first upload to the last gradient
+    update = 0.9 * alone
+    slow = replace(rates, update=10 * 100 / update)
+    # A step reads what the update before the last wrote, and its own update waits for its gradients.
+    assert step_seconds(plan, shape, slow) == pytest.approx((alone + update) / 2)
+
+
+def test_late_updates_go_in_the_order_of_the_host_store():
+    layer = LayerLoad(1.0, 3.0)
+    assert late_order([layer] * 4) == [3, 2, 1, 0]
+    assert late_order([layer, layer, layer, replace(layer, lenders=(0,))]) == [0, 3, 2, 1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds, st.floats(0.1, 2.0))
+def test_late_steps_are_no_shorter_when_the_optimizer_is_slower(seed, share):
+    plans, shape, rates, _ = a_step(seed, count=6)
+    shape, rates = with_an_update_of(share, plans[0], replace(shape, delayed=True), rates)
+    before = Run(plans, shape, rates).play(12)
+    slower = Run(plans, shape, replace(rates, update=rates.update / 1.5)).play(12)
+    assert np.all(slower >= before * (1 - 1e-9))
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds)
+def test_an_optimizer_that_takes_no_time_holds_no_late_gradient_up(seed):
+    (plan,), shape, rates, _ = a_step(seed, blocks=10)
+    shape, rates = with_an_update_of(1.0, plan, replace(shape, delayed=True, num_workers=1), rates)
+    rates = replace(rates, update=np.inf)
+    run, free = Run([plan], shape, rates), Run([plan], shape, rates)
+    free.has_gradient[:] = False  # nothing that an update reads
+    assert run.step_seconds() == pytest.approx(free.step_seconds())
+
+
 def test_weights_that_another_layer_lends_are_waited_for():
     first, block, head = LayerLoad(50.0, 0.0), LayerLoad(1.0, 3.0), LayerLoad(1.0, 3.0, num_trained=100)
     plan = Plan((Stage(0, 1),), (Stage(2, 2), Stage(0, 1)), 1, "layer")
@@ -207,14 +282,15 @@ def test_a_slower_worker_makes_the_turns_slower():
     assert step_seconds(plan, replace(shape, speeds=[1.0, 0.5]), AT_ONCE) > 1.5 * alike
 
 
-def test_late_steps_are_timed_where_starting_up_is_over():
+@pytest.mark.parametrize("held_up", [False, True])
+def test_late_steps_are_timed_where_starting_up_is_over(held_up):
     for seed in range(8):
         plans, shape, rates, _ = a_step(seed, blocks=12, count=6)
         shape = replace(shape, delayed=True)
+        if held_up:
+            shape, rates = with_an_update_of(1.2, plans[0], shape, rates)
         short = steps_seconds(plans, shape, rates)
-        import rpft.plan.simulate as simulate
-
-        times = simulate.Run(plans, shape, rates).play(80)
+        times = Run(plans, shape, rates).play(80)
         assert short.tolist() == pytest.approx(((times[79] - times[31]) / 48).tolist(), rel=0.03)
 
 
