@@ -269,8 +269,8 @@ class Run:
             sent = np.concatenate((np.zeros((1, written.shape[1])), np.cumsum(own, axis=0)))
         sent = np.broadcast_to(sent, (len(sent), written.shape[1]))
         for cover in self.covers:
-            slots, columns, latest = self._latest(cover, written - sent[:-1])
-            self._set("written", done, slots, columns, latest + sent[self.last[slots, columns] + 1, columns])
+            slots, columns, latest = self._latest(cover, done, written - sent[:-1])
+            self._set("written", slots, columns, latest + sent[self.last[slots, columns] + 1, columns])
 
     def _set_read(self, done: np.ndarray, read: np.ndarray) -> None:
         """From when the gradients of each layer may land, to when those of each backward slot can have.
@@ -278,23 +278,24 @@ class Run:
         A late update may not have read the ones before when they come, the last layer's first.
         """
         read = np.where(self.has_gradient, read + self.sent_down[1:, None], 0.0)
-        slots, columns, latest = self._latest(self.covers[1], read)
-        self._set("read", done, slots, columns, latest - self.sent_down[self.first[slots, columns]])
+        slots, columns, latest = self._latest(self.covers[1], done, read)
+        self._set("read", slots, columns, latest - self.sent_down[self.first[slots, columns]])
 
     def _latest(
-        self, cover: tuple[np.ndarray, np.ndarray], moments: np.ndarray
+        self, cover: tuple[np.ndarray, np.ndarray], done: np.ndarray, moments: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The stages of a cover, (slot, column), each with the latest of the ``moments`` of its layers."""
-        slots, columns = cover
-        starts = self.first[slots, columns] + columns * len(moments)
-        return slots, columns, np.maximum.reduceat(np.ascontiguousarray(moments.T).ravel(), starts)
+        """The stages of a cover, (slot, column), each with the latest of the ``moments`` of its layers.
 
-    def _set(
-        self, name: str, done: np.ndarray, slots: np.ndarray, columns: np.ndarray, values: np.ndarray
-    ) -> None:
-        """Fills a field of ``self.work`` for the plans that ``done`` marks."""
-        chosen = done[columns]
-        self.work[SlotWork._fields.index(name)][slots[chosen], columns[chosen]] = values[chosen]
+        Only of the plans that ``done`` marks.
+        """
+        chosen = done[cover[1]]
+        slots, columns = (each[chosen] for each in cover)
+        starts = self.first[slots, columns] + (np.cumsum(done) - 1)[columns] * len(moments)
+        return slots, columns, np.maximum.reduceat(np.ascontiguousarray(moments[:, done].T).ravel(), starts)
+
+    def _set(self, name: str, slots: np.ndarray, columns: np.ndarray, values: np.ndarray) -> None:
+        """Fills a field of ``self.work``."""
+        self.work[SlotWork._fields.index(name)][slots, columns] = values
 
 
 def late_order(loads: Sequence[LayerLoad]) -> list[int]:
