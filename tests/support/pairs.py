@@ -96,13 +96,6 @@ EXCLUDED = (
     ("family", DENSE, "adapter", ("experts",), "target_parameters"),
     ("family", (*DENSE, "deepseek_v3"), "router loss", BALANCED, "train.router_aux_loss"),
     ("family", DENSE, "plan", ("experts in groups",), "cannot be in 2 groups"),
-    (
-        "adapter",
-        ("none", "LoRA", "embedding and head whole", "experts"),
-        "plan",
-        ("experts in groups",),
-        "cannot be in 2 groups",
-    ),
     ("family", ("gpt2", "gemma3", "gpt_oss"), "positions", SCALED, "model.rope_scaling"),
     ("family", ("gpt2",), "quantize", QUANTISED, "model.quantize"),
     ("family", ("gpt_oss", "qwen3_next"), "packing", ("true",), "data.packing"),
