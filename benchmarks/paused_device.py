@@ -43,6 +43,10 @@ class Moment:
         if left > 0:
             time.sleep(left)
 
+    def query(self) -> bool:
+        """Whether it is that late."""
+        return self.at <= time.perf_counter()
+
 
 class PausedQueue:
     """Work in order, of which nothing is known but how long it takes."""

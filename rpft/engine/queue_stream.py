@@ -22,6 +22,10 @@ class Mark(Protocol):
         """Blocks the thread until the device is there."""
         ...
 
+    def query(self) -> bool:
+        """Whether it is."""
+        ...
+
 
 class Queue(Protocol):
     """What a device carries out in order; ``torch.cuda.Stream`` is one."""

@@ -136,9 +136,7 @@ class Run:
         # After so many steps the same workers have the same slots again; a few turns of all workers will do too.
         again = num_workers // np.gcd(num_workers, self.per_step)
         steps = np.minimum(again, np.ceil(_TURNS_TIMED * num_workers / self.per_step).astype(int))
-        steps += (
-            steps % 2
-        )  # held up by updates, a step starts with the one before the last, so that two take turns
+        steps += steps % 2  # a step that updates hold up starts with the one before the last: two take turns
         begun = steps_warm(self.per_step, num_workers)
         if not self.even_shares:  # some workers run ahead, until updates hold them
             begun, steps = begun + _TURNS_TIMED, np.full(count, _TURNS_TIMED)

@@ -25,6 +25,9 @@ class Gate:
         self.waited_for.set()
         assert self.opened.wait(30)
 
+    def query(self) -> bool:
+        return self.opened.is_set()
+
 
 class Held:
     """A queue that gets nowhere by itself."""
@@ -74,6 +77,17 @@ def test_few_tasks_are_issued_ahead_of_the_device(held):
     done.wait_issued(failure)
     assert issued == list(range(TASKS))
     assert done.native is queue.gates[-1], "complete when the device is there"
+
+
+def test_an_event_is_complete_when_the_device_is_there_and_not_when_it_is_issued(held):
+    stream, queue, failure = held
+    done = Event()
+    assert not done.complete
+    stream.record(done)
+    done.wait_issued(failure)
+    assert not done.complete
+    queue.gates[-1].opened.set()
+    assert done.complete
 
 
 def test_the_device_waits_for_another_queue_and_the_thread_only_until_it_is_known_what_for(held):
