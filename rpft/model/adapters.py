@@ -187,11 +187,7 @@ def names_in_adapter(layout: LayerLayout) -> list[str]:
 
 def save_lora(peft_model: Any, store: HostStore, folder: Path) -> None:
     """Writes adapter_model.safetensors and adapter_config.json into ``folder``."""
-    state: dict[str, torch.Tensor] = {}
-    for layer in store.layers:
-        weights = store.layer_weights(layer.layout.layer)
-        state |= {name: weights[name] for name in names_in_adapter(layer.layout)}
-    save_adapter(peft_model, state, folder)
+    save_adapter(peft_model, WholeTensors(store).named(names_in_adapter), folder)
 
 
 def save_adapter(peft_model: Any, tensors: dict[str, torch.Tensor], folder: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from rpft.model.host_store import HostStore
-from rpft.model.layout import TensorSpec
+from rpft.model.layout import LayerLayout, TensorSpec
 
 
 class WholeTensors:
@@ -33,12 +35,12 @@ class WholeTensors:
         for spec in self._specs[name]:
             self._store.write(spec.name, value if spec.slice is None else spec.slice.cut_out(value))
 
-    def trained(self) -> dict[str, torch.Tensor]:
-        """What is trained, by each name under which a layer uses it."""
+    def named(self, pick: Callable[[LayerLayout], list[str]]) -> dict[str, torch.Tensor]:
+        """What ``pick`` names of each layer, by each name under which a layer uses it."""
         found: dict[str, torch.Tensor] = {}
         for layer in self._store.layers:
             weights, own = self._store.layer_weights(layer.layout.layer), layer.layout.own
-            for name in (b.name for b in layer.layout.bindings if b.grad_offset is not None):
+            for name in pick(layer.layout):
                 whole = own[name][0].whole_name if name in own else name  # what is borrowed is whole
                 if whole not in found:
                     found[whole] = weights[name] if whole == name else self[whole]

@@ -16,6 +16,7 @@ import torch
 from rpft import files
 from rpft.errors import UserError
 from rpft.model.adapters import inject_lora, names_in_adapter, save_adapter
+from rpft.model.build import build_model
 from rpft.model.checkpoint import Checkpoint, read_config, resolve_checkpoint
 from rpft.model.cut import cut
 from rpft.model.layer_reader import LayerReader

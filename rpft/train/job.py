@@ -21,6 +21,7 @@ from rpft.plan.bill import ModelShape, Workload
 from rpft.plan.choose import model_shape
 from rpft.plan.plan import Plan
 from rpft.plan.profile import LayerProfile
+from rpft.plan.rounds import choose_num_microbatches
 from rpft.plan.sizes import bytes_alone
 from rpft.recipe.schema import Recipe
 from rpft.train.given_plan import about_given, given_plan

@@ -190,7 +190,23 @@ def trained_tensors(trained: TrainedFolder, layouts: list[LayerLayout], peft_mod
         return TrainedTensors({}, {})
     file = trained.path / "adapter_model.safetensors"
     names = names_in_file(peft_model, layouts)
-    return TrainedTensors({name: (file, key) for name, key in names.items() if name in shapes}, shapes)
+    return TrainedTensors({name: _in_adapter(file, key) for name, key in names.items() if name in shapes}, shapes)
+
+
+def _in_checkpoint(path: Path, layout: LayerLayout, name: str) -> _Place:
+    def read() -> torch.Tensor | None:
+        with saved_tensors(path, layout.number) as saved:
+            return saved.read("master", layout.own[name][0])
+
+    return _Place(f"{path / layer_file(layout)}: master.{name}", read)
+
+
+def _in_adapter(file: Path, key: str) -> _Place:
+    def read() -> torch.Tensor | None:
+        with safe_open(file, framework="pt") as handle:
+            return handle.get_tensor(key) if key in set(handle.keys()) else None
+
+    return _Place(f"{file}: {key}", read)
 
 
 def asked_as_trained(run: RunFolder, trained: TrainedFolder | None, base: Path) -> tuple[Any, Asking]:

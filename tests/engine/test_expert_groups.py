@@ -14,7 +14,7 @@ from support.adapters import EXPERTS
 from support.engines import Outcome, plan_of, random_plan, run_engine
 
 from rpft.engine.cpu import CpuDevice
-from rpft.model.adapters import LoraSettings
+from rpft.model.adapters import LoraSettings, names_in_adapter
 from rpft.model.whole_tensors import WholeTensors
 from rpft.plan.bill import ModelShape, Workload, make_bill
 
@@ -81,7 +81,7 @@ def test_a_run_in_groups_is_the_run_of_whole_blocks_but_for_roundings(
         assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
         assert known(ours.layer_norms) == pytest.approx(known(theirs.layer_norms), rel=1e-4), "of blocks"
         assert known([ours.router_aux_loss]) == pytest.approx(known([theirs.router_aux_loss]), rel=1e-5)
-    found, expected = (WholeTensors(each.store).trained() for each in (cut, whole))
+    found, expected = (WholeTensors(each.store).named(names_in_adapter) for each in (cut, whole))
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.allclose(found[name], value, rtol=1e-3, atol=1e-5), name

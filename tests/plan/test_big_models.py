@@ -18,7 +18,7 @@ from rpft.model.cut_experts import ever_more_groups
 from rpft.model.layers import build_layers
 from rpft.model.moments import StateFormat
 from rpft.model.quant_choice import quantize_base
-from rpft.model.skeleton import Skeleton, build_model, cut
+from rpft.model.skeleton import Skeleton
 from rpft.plan.bill import Billing, Workload, least_device_bytes, make_bill
 from rpft.plan.choose import choose_plan, model_shape, step_shape
 from rpft.plan.costs import measured_costs

@@ -23,7 +23,7 @@ from rpft.model.layers import build_layers
 from rpft.model.load import load_checkpoint
 from rpft.model.quant import QuantKind
 from rpft.model.quant_choice import quantize_base
-from rpft.model.skeleton import Skeleton, build_model, cut, persistent_buffers
+from rpft.model.skeleton import Skeleton, persistent_buffers
 
 VOCABULARY = 320
 
