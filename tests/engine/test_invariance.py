@@ -58,7 +58,7 @@ def check_random_run(name, seed, expected, checkpoint):
     assert outcome.differences(expected(name)) == []
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", RUNS)
 def test_any_plan_on_any_workers_with_any_timing_gives_the_same_bits(name, seed, expected, checkpoint):
     check_random_run(name, seed, expected, checkpoint)

@@ -46,7 +46,7 @@ def check(made, expected, output, *words):
 ENGINES = [
     ("engine.workers=2", "engine.recompute=layer"),
     ("engine.workers=3", "engine.num_microbatches=3"),
-    ("engine.workers=5", "engine.num_microbatches=1"),
+    pytest.param(("engine.workers=5", "engine.num_microbatches=1"), marks=pytest.mark.slow),
 ]
 
 
