@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from rpft.model.frozen_file import FrozenFile
-from rpft.model.layout import LayerLayout, TensorSpec
+from rpft.model.layout import LayerLayout, TensorSpec, backward_order
 from rpft.model.moments import Moments, StateFormat, moments_bytes, moments_in, stored_block
 from rpft.model.moments_file import MomentsFile
 from rpft.model.pages import zeroed_pages
@@ -182,7 +182,8 @@ class HostStore:
         with ThreadPoolExecutor(_ALLOCATING_THREADS, "allocator") as pool:
             self.layers: list[HostLayer] = list(pool.map(self._allocate_layer, layouts, parts))
         self._layer_of = {name: layout.layer for layout in layouts for name in layout.own}
-        self.update_order = _backward_order(layouts) if two_copies else list(range(len(layouts)))
+        owners = [[piece.layer for piece in layout.borrowed_gradients] for layout in layouts]
+        self.update_order = backward_order(owners) if two_copies else list(range(len(layouts)))
         """Of the layers: that in which what waits for their updates comes.
 
         The next forward waits for new weights, its first layers first. With two copies it does not, and what
@@ -321,15 +322,6 @@ class HostStore:
     @property
     def num_parameters(self) -> int:
         return sum(layer.layout.num_parameters for layer in self.layers)
-
-
-def _backward_order(layouts: Sequence[LayerLayout]) -> list[int]:
-    """From the last layer to the first, owners of weights before layers that hold a part of their gradient."""
-    order: dict[int, None] = {}
-    for layout in reversed(layouts):
-        order |= dict.fromkeys(piece.layer for piece in layout.borrowed_gradients)
-        order[layout.layer] = None
-    return list(order)
 
 
 def _trained_bytes(layout: LayerLayout, whole_masters: bool) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from rpft.plan.costs import LayerLoad
+from rpft.model.layout import backward_order
 from rpft.plan.plan import Plan
 from rpft.plan.pool import Pool, SlotTimes, SlotWork, slower_beside
 from rpft.plan.rates import Rates
@@ -62,7 +62,9 @@ class Run:
         self.has_gradient = np.array([[load.gradient_bytes > 0] for load in shape.loads])
         self.sent_down = _up_to([load.gradient_bytes / rates.down for load in shape.loads])
         self.update_sizes = np.array([[load.num_trained] for load in shape.loads], float)
-        self.order = late_order(shape.loads) if shape.delayed else list(range(len(shape.loads)))
+        self.order = list(range(len(shape.loads)))
+        if shape.delayed:
+            self.order = backward_order([load.lenders for load in shape.loads])
         self._read_stages(plans)
         self._price(plans)
         self.updating = self._update_seconds()
@@ -294,17 +296,6 @@ class Run:
     def _set(self, name: str, slots: np.ndarray, columns: np.ndarray, values: np.ndarray) -> None:
         """Fills a field of ``self.work``."""
         self.work[SlotWork._fields.index(name)][slots, columns] = values
-
-
-def late_order(loads: Sequence[LayerLoad]) -> list[int]:
-    """The order of layers in late updates: the last first, and lenders of weights before those who borrow them.
-
-    It is that of the host store (``HostStore.update_order``); exact updates go from the first layer to the last.
-    """
-    order: dict[int, None] = {}
-    for layer in reversed(range(len(loads))):
-        order |= dict.fromkeys((*loads[layer].lenders, layer))
-    return list(order)
 
 
 def update_seconds(plan: Plan, shape: StepShape, rates: Rates) -> float:

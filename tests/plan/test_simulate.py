@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from support.engines import random_plan
 from support.steps import makespan, random_step, slot_times
 
+from rpft.model.layout import backward_order
 from rpft.plan.costs import LayerLoad
 from rpft.plan.plan import Plan, Stage
 from rpft.plan.playback import play_back
 from rpft.plan.pool import Pool, SlotWork
 from rpft.plan.predict import even_seconds, predict, roof_seconds
 from rpft.plan.rates import AT_ONCE, Rates
-from rpft.plan.simulate import Run, late_order, step_seconds, steps_seconds
+from rpft.plan.simulate import Run, step_seconds, steps_seconds
 from rpft.plan.step_shape import StepShape
 
 seeds = st.integers(0, 10**6)
@@ -229,9 +230,8 @@ def test_two_late_steps_take_a_step_and_an_update_where_neither_can_hide_the_oth
 
 
 def test_late_updates_go_in_the_order_of_the_host_store():
-    layer = LayerLoad(1.0, 3.0)
-    assert late_order([layer] * 4) == [3, 2, 1, 0]
-    assert late_order([layer, layer, layer, replace(layer, lenders=(0,))]) == [0, 3, 2, 1]
+    assert backward_order([()] * 4) == [3, 2, 1, 0]
+    assert backward_order([(), (), (), (0,)]) == [0, 3, 2, 1]
 
 
 @settings(max_examples=40, deadline=None)
