@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default)
+from rpft.model.graph_nodes import RESHAPES
+
 _HALVES = (torch.bfloat16, torch.float16)
 
 _FEW = 8
@@ -68,7 +69,7 @@ def _product_behind(value: Any, user: fx.Node) -> tuple[fx.Node, float] | None:
             return value, scale
         if value.target is torch.ops.aten.mul.Tensor and isinstance(value.args[1], (int, float)):
             scale *= value.args[1]
-        elif value.target not in _VIEWS:
+        elif value.target not in RESHAPES:
             return None
         value, user = value.args[0], value
     return None

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from rpft.errors import UserError
 from rpft.model.expert_groups import Asked, resized
+from rpft.model.graph_nodes import RESHAPES
 from rpft.model.graphs import quiet_fakes
 from rpft.model.parts import Stack, is_parameter_adapter, is_stack
 from rpft.model.probe import Probe
@@ -36,9 +37,7 @@ _TOLERANCE = 0.02
 """Relative: sums of other order, in whatever precision."""
 
 _MOVES = (
-    torch.ops.aten.view.default,
-    torch.ops.aten._unsafe_view.default,
-    torch.ops.aten.reshape.default,
+    *RESHAPES,
     torch.ops.aten.alias.default,
     torch.ops.aten.clone.default,
     torch.ops.aten.detach.default,

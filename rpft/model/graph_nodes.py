@@ -12,11 +12,12 @@ from torch.utils.flop_counter import flop_registry
 
 from rpft.model.gradient_sums import add_product_flops
 
+RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default)
+"""Operations that give the same values in another shape."""
+
 _VIEWS = (
+    *RESHAPES,
     torch.ops.aten.t.default,
-    torch.ops.aten.view.default,
-    torch.ops.aten._unsafe_view.default,
-    torch.ops.aten.reshape.default,
     torch.ops.aten.transpose.int,
     torch.ops.aten.permute.default,
     torch.ops.aten.detach.default,
