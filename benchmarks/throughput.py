@@ -41,7 +41,7 @@ from rpft.optim.one_pass import OnePass
 from rpft.plan.bill import available_host_bytes, gib
 from rpft.plan.profile_file import Profile
 from rpft.plan.simulate import update_seconds
-from rpft.train.bench import idle_machinery, timed_steps
+from rpft.train.bench import allocation_retries, idle_machinery, timed_steps
 from rpft.train.flight import Flight
 from rpft.train.measuring import Workbench
 from rpft.train.prepare import Prepared, make_devices, plan_here, workbench
@@ -265,9 +265,9 @@ def measure(run: Run) -> list[dict[str, Any]]:
     Engine.settle()
     for device in run.devices:
         device.reset_peak()
-    retries = -sum(device.allocation_retries() for device in run.devices)
+    retries = allocation_retries(run.devices)
     seconds = run.steps(1 + arguments.warm_up, run.step.timed)
-    retries += sum(device.allocation_retries() for device in run.devices)
+    retries = allocation_retries(run.devices) - retries
     peaks = [device.peak_bytes() for device in run.devices]
     cuda = [d.torch_device for d in run.devices if d.torch_device.type == "cuda"]
     reserved = max((torch.cuda.max_memory_reserved(device) for device in cuda), default=0)

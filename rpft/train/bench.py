@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from rpft.engine.device import Device
 from rpft.engine.engine import Engine
 from rpft.engine.failure import Failure
 from rpft.engine.idle import CAUSES, idle_by_cause
@@ -218,9 +219,9 @@ def measure(
         Engine.settle()
         for device in prepared.devices:
             device.reset_peak()
-        retries = -sum(device.allocation_retries() for device in prepared.devices)
+        retries = allocation_retries(prepared.devices)
         times = [bench.window() for _ in range(windows)]
-        retries += sum(device.allocation_retries() for device in prepared.devices)
+        retries = allocation_retries(prepared.devices) - retries
         vram = max(device.peak_bytes() for device in prepared.devices)
         ram = psutil.Process().memory_info().rss
         trace = bench.traced()
@@ -249,6 +250,11 @@ def measure(
         roof_tokens_per_second=prediction.roof_tokens_per_second,
         losses=list(losses),
     )
+
+
+def allocation_retries(devices: Sequence[Device]) -> int:
+    """Of all ``devices`` since the start; see ``Device.allocation_retries``."""
+    return sum(device.allocation_retries() for device in devices)
 
 
 def _barely_learning(prepared: Prepared) -> Prepared:
