@@ -115,8 +115,23 @@ def _set_up_allocator() -> None:
             torch.cuda.memory._set_allocator_settings(_ALLOCATOR_SETTINGS)
 
 
+_limited: set[int] = set()
+"""Devices whose share torch was given here. It keeps that for the process, whoever asked for it."""
+
+
+def limit_memory(index: int, limit_bytes: int | None) -> None:
+    """Caps what torch may take of a device; None takes away the cap of an earlier call, and nobody else's."""
+    if limit_bytes is not None:
+        total = torch.cuda.get_device_properties(index).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), index)
+        _limited.add(index)
+    elif index in _limited:
+        torch.cuda.set_per_process_memory_fraction(1.0, index)
+        _limited.remove(index)
+
+
 class CudaDevice:
-    """One GPU. ``vram_limit_bytes`` caps what torch may take of it."""
+    """One GPU. ``vram_limit_bytes`` caps what torch may take of it, until the next one of that GPU is made."""
 
     def __init__(
         self, index: int, vram_limit_bytes: int | None, *, emulate_link_gbps: float | None = None
@@ -127,9 +142,7 @@ class CudaDevice:
         self._limit = vram_limit_bytes
         torch.cuda.init()  # the allocator's statistics exist only then
         _set_up_allocator()
-        if vram_limit_bytes is not None:
-            total = torch.cuda.get_device_properties(index).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, vram_limit_bytes / total), index)
+        limit_memory(index, vram_limit_bytes)
         torch.cuda.reset_peak_memory_stats(index)
         self._clock = CudaClock(self.torch_device)
         self._links: dict[str, EmulatedLink] = {}

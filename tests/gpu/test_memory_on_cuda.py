@@ -10,6 +10,8 @@ import torch
 from support.engines import plan_of
 from support.recipes import WORDS, make_project, watch
 
+from rpft.engine.cuda import CudaDevice
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -80,3 +82,10 @@ def test_under_a_shrinking_cap_plans_get_smaller_and_the_run_is_the_unbroken_one
     torch.cuda.set_per_process_memory_fraction(1.0, 0)
     resumed = made.train_well("capped", *words, "checkpoint.every_steps=2", "--resume")
     assert resumed.numbers == unbroken.numbers
+
+
+def test_a_device_without_a_limit_may_take_more_than_a_limited_one_before_it(whole_memory):
+    CudaDevice(0, 64 << 20)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(256 << 20, dtype=torch.uint8, device="cuda:0")
+    assert CudaDevice(0, None).allocate(256 << 20).numel() == 256 << 20
