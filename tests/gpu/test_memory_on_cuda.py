@@ -85,6 +85,7 @@ def test_under_a_shrinking_cap_plans_get_smaller_and_the_run_is_the_unbroken_one
 
 
 def test_a_device_without_a_limit_may_take_more_than_a_limited_one_before_it(whole_memory):
+    torch.cuda.empty_cache()
     CudaDevice(0, 64 << 20)
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(256 << 20, dtype=torch.uint8, device="cuda:0")
