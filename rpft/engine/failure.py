@@ -1,12 +1,15 @@
-"""How one fault ends every thread: the first error is kept, and every wait gives up."""
+"""How one fault ends every thread: the first error is raised, every wait gives up, and none is forgotten."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from typing import Protocol
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
 """How often a waiting thread looks whether another one failed; bounds how long threads outlive a fault."""
@@ -52,27 +55,37 @@ class Ending(Protocol):
 
 
 class Failure:
-    """Shared by all threads of an engine. ``set`` keeps the first error."""
+    """Shared by all threads of an engine. ``set`` keeps all errors, the first of which is the engine's."""
 
     def __init__(self) -> None:
         self._failed = threading.Event()
         self._lock = threading.Lock()
-        self.error: BaseException | None = None
-        self._survivable = False
+        self._errors: tuple[BaseException, ...] = ()
+
+    @property
+    def errors(self) -> tuple[BaseException, ...]:
+        """All, in the order in which they came."""
+        return self._errors
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first."""
+        return self._errors[0] if self._errors else None
 
     def set(self, error: BaseException) -> None:
+        """Notes an error. The log has each, since one is raised at most."""
         with self._lock:
-            first = self.error is None
-            if first:
-                self.error = error
-            # Of several errors that come together each must be of the kind.
-            self._survivable = (first or self._survivable) and out_of_device_memory(error)
+            if any(error is known for known in self._errors):  # raised in the main thread, which tells it again
+                return
+            self._errors += (error,)
             self._failed.set()
+            told = "every thread ends" if len(self._errors) == 1 else "while every thread ends"
+        logger.info("%s: %s: %s", told, type(error).__name__, error)
 
     def clear(self) -> None:
-        """Forgets the error. To be called when all threads that it ended are gone, before there are new ones."""
+        """Forgets all. To be called when all threads that an error ended are gone, before there are new ones."""
         with self._lock:
-            self.error, self._survivable = None, False
+            self._errors = ()
             self._failed.clear()
 
     @property
@@ -81,8 +94,9 @@ class Failure:
 
     def raise_if_failed(self) -> None:
         """Raises the first error, for the thread that reports it."""
-        if self.error is not None:
-            raise self.error
+        error = self.error
+        if error is not None:
+            raise error
 
     def cancel_if_failed(self) -> None:
         """Ends the calling engine thread."""
@@ -91,8 +105,8 @@ class Failure:
 
     @property
     def lost(self) -> bool:
-        """Whether it failed in a way that the run cannot go on after."""
-        return self.failed and not self._survivable
+        """Whether it failed in a way that the run cannot go on after: of several errors one is enough."""
+        return not all(map(out_of_device_memory, self._errors))
 
     def cancel_if_lost(self) -> None:
         """Ends the calling thread unless the run may go on after the failure, with what this thread has begun."""

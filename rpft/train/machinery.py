@@ -168,7 +168,7 @@ class Machinery:
         if not self._end():
             self._failure.raise_if_failed()
             raise EngineError("a thread of the engine did not end before the change to another plan")
-        self._let_go(None)
+        self._let_go()
         self.prepared = prepared
         self.saver.limit_memory(prepared.copies_bytes)
         self.optimizer.restart()
@@ -177,17 +177,17 @@ class Machinery:
     def go_back(self, read: Callable[[], TrainState], reason: Exception) -> TrainState:
         """Drops what is under way and has ``read`` fill the store; ``start`` goes on behind what that gives.
 
-        A device without memory meanwhile is no hindrance; another fault that came before is raised.
+        A device without memory is no hindrance; another fault, that came before or while all ended, is raised.
         """
         self._failure.set(reason)
         ended = self._end()
         self.saver.wait()
-        first = self._failure.error
-        if first is not None and first is not reason and not out_of_device_memory(first):
-            raise first
+        for error in self._failure.errors:
+            if error is not reason and not out_of_device_memory(error):
+                raise error
         if not ended:
             raise reason
-        self._let_go(None)
+        self._let_go()
         state = read()
         self._failure.clear()
         self._begin_at(state)
@@ -203,9 +203,9 @@ class Machinery:
             self.watchdog.close()
         return ended and not left
 
-    def _let_go(self, error: BaseException | None) -> None:
-        """Frees the memory of the engine, some of which the traceback of ``error`` holds."""
-        for cause in causes(error):
+    def _let_go(self, error: BaseException | None = None) -> None:
+        """Frees the memory of the engine, some of which tracebacks of ``error`` and of threads' errors hold."""
+        for cause in (cause for each in (error, *self._failure.errors) for cause in causes(each)):
             for each in (cause, cause.__context__):
                 if each is not None:
                     logger.debug("%s", "".join(traceback.format_exception(each)))

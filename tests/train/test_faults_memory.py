@@ -319,7 +319,7 @@ def test_what_failed_is_gone_before_the_next_engine_takes_its_memory(runs, monke
             raise out_of_memory()
         backward(run, *given)
 
-    def noted_let_go(machinery, error):
+    def noted_let_go(machinery, error=None):
         let_go(machinery, error)
         left.append(sum(buffer() is not None for buffer in buffers))
 

@@ -1,5 +1,6 @@
 """Beginning anew: only when every thread has ended, and never in place of a fault that came first."""
 
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,15 +16,18 @@ from rpft.train.spikes import Spike
 class Halfway(Machinery):
     """Without an engine: its threads end, or do not."""
 
-    def __init__(self, ends: bool) -> None:
-        self.ends, self.let_go = ends, False
+    def __init__(self, ends: bool, meanwhile: tuple[BaseException, ...] = ()) -> None:
+        """``meanwhile``: what threads meet while they end."""
+        self.ends, self.let_go, self.meanwhile = ends, False, meanwhile
         self._failure = Failure()
         self.saver: Any = SimpleNamespace(wait=lambda: None, limit_memory=lambda num_bytes: None)
 
     def _end(self):
+        for error in self.meanwhile:
+            self._failure.set(error)
         return self.ends
 
-    def _let_go(self, error):
+    def _let_go(self, error=None):
         self.let_go = True
 
     def _begin_at(self, state):
@@ -47,6 +51,21 @@ def test_a_fault_that_came_before_a_spike_is_not_forgotten():
         machinery.go_back(lambda: pytest.fail("the run has ended"), SPIKE)
 
 
+@pytest.mark.parametrize(
+    "before", [(), (torch.OutOfMemoryError("of 1 GiB"),)], ids=["with memory", "without memory"]
+)
+def test_nor_is_one_that_came_behind_it_or_behind_a_device_without_memory(before, caplog):
+    machinery = Halfway(ends=True, meanwhile=(EngineError("it broke"), EngineError("and more")))
+    for error in before:
+        machinery._failure.set(error)
+    with caplog.at_level("INFO"), pytest.raises(EngineError, match="it broke"):
+        machinery.go_back(lambda: pytest.fail("the run has ended"), SPIKE)
+    assert [text for text in caplog.messages if "it broke" in text or "and more" in text] == [
+        "while every thread ends: EngineError: it broke",
+        "while every thread ends: EngineError: and more",
+    ]
+
+
 @pytest.mark.parametrize("before", [None, torch.OutOfMemoryError("of 1 GiB")])
 def test_a_run_goes_back_with_or_without_memory(before):
     machinery, state = Halfway(ends=True), object()
@@ -54,4 +73,24 @@ def test_a_run_goes_back_with_or_without_memory(before):
         machinery._failure.set(before)
     assert machinery.go_back(lambda: state, SPIKE) is state  # type: ignore[arg-type,return-value]
     assert machinery.begun_at is state
+    machinery = Halfway(ends=True, meanwhile=(torch.OutOfMemoryError("of 1 GiB"),))
+    assert machinery.go_back(lambda: state, SPIKE) is state  # type: ignore[arg-type,return-value]
     assert not machinery._failure.failed
+
+
+def test_memory_that_the_errors_of_several_threads_hold_goes_with_the_engine():
+    machinery, held = Halfway(ends=True), []
+    machinery.prepared = SimpleNamespace(devices=[])  # type: ignore[assignment]
+
+    def run_out():
+        buffer = torch.empty(1)
+        held.append(weakref.ref(buffer))
+        try:
+            raise torch.OutOfMemoryError("of 1 GiB")
+        except torch.OutOfMemoryError as error:
+            machinery._failure.set(error)
+
+    run_out()
+    run_out()
+    Machinery._let_go(machinery)
+    assert [buffer() for buffer in held] == [None, None]
