@@ -36,6 +36,8 @@ class Interrupts:
         self._say = say
         self.asked: int | None = None
         """The number of the first signal that came."""
+        self._ours: list[signal.Signals] = []
+        """Signals that the run may take."""
 
     @contextmanager
     def caught(self) -> Iterator[None]:
@@ -44,25 +46,26 @@ class Interrupts:
             yield
             return
         before = {number: signal.getsignal(number) for number in _SIGNALS}
-        for number, handler in before.items():
-            # Who starts a run with nohup wants it to outlive the terminal.
-            if handler is not signal.SIG_IGN:
-                signal.signal(number, self._ask)
+        # Who starts a run with nohup wants it to outlive the terminal. None is a handler of a program around
+        # Python, which Python cannot put back: the signal stays that program's.
+        self._ours = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]
+        for number in self._ours:
+            signal.signal(number, self._ask)
         try:
             yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for number in self._ours:
+                signal.signal(number, before[number])
 
     def _ask(self, number: int, frame: Any) -> None:
         self.asked = number
-        for n in _SIGNALS:
+        for n in self._ours:
             # A terminal that is closed often sends SIGHUP twice, itself and through the shell: that is no haste.
             signal.signal(n, signal.SIG_IGN if n == signal.SIGHUP else self._leave)
         with suppress(RuntimeError):  # printing is not reentrant, and the signal may have come inside of it
             self._say("stopping after this step, to save; once more to stop at once without saving")
 
     def _leave(self, number: int, frame: Any) -> None:
-        for n in _SIGNALS:
+        for n in self._ours:
             signal.signal(n, signal.SIG_IGN)  # closing takes seconds, and a third signal would cut it short
         raise StoppedAtOnce(number)

@@ -14,6 +14,7 @@ from support.recipes import chats, run_rpft, watch
 
 import rpft.train.loop
 from rpft.console.plain import PlainReporter
+from rpft.train.interrupts import Interrupts, StoppedAtOnce
 
 SECTIONS = {"train": {"max_steps": 6, "eval_every": 2}}
 
@@ -127,6 +128,29 @@ def test_two_steps_ahead_too(project, monkeypatch):
     resumed = made.train_well("stopped", "--resume", *many)
     assert resumed.numbers == unbroken.numbers
     assert resumed.result == unbroken.result
+
+
+def test_a_signal_that_is_ignored_or_of_a_program_around_python_is_left_alone(monkeypatch):
+    """Python gives None for a handler that it did not install, and takes no None back."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    ask = signal.getsignal
+    monkeypatch.setattr(signal, "getsignal", lambda n: None if n == signal.SIGTERM else ask(n))
+    term = ask(signal.SIGTERM)
+    interrupts, before = Interrupts(lambda line: None), ask(signal.SIGINT)
+
+    def left_alone():
+        return (ask(signal.SIGTERM), ask(signal.SIGHUP)) == (term, signal.SIG_IGN)
+
+    with interrupts.caught():
+        assert left_alone()
+        signal.raise_signal(signal.SIGINT)
+        assert interrupts.asked == signal.SIGINT
+        assert left_alone()
+        with pytest.raises(StoppedAtOnce):
+            signal.raise_signal(signal.SIGINT)
+        assert left_alone()
+    assert left_alone()
+    assert ask(signal.SIGINT) is before
 
 
 def test_a_closed_terminal_asks_once_however_often_it_says_so(runs, monkeypatch):
