@@ -15,9 +15,10 @@ from typing import ClassVar
 import pytest
 from support.recipes import make_project
 
+from rpft import files
 from rpft.recipe.load import load_recipe
 from rpft.train.metrics import EvalRecord, StepRecord
-from rpft.train.sinks import Sinks, figures_of, open_sinks
+from rpft.train.sinks import Sinks, figures_of, keep_id, known_id, open_sinks
 from rpft.train.sinks.to_prometheus import ADDRESS, ToPrometheus, exposition
 
 
@@ -182,6 +183,23 @@ def test_weights_and_biases_gets_every_step_and_a_resumed_run_goes_on_in_the_sam
     assert ran.code == 0, ran.err
     assert wandb.asked[1]["id"] == "abc123"
     assert [f["step"] for f in wandb.runs[1].logged if "loss" in f] == [3]
+
+
+def test_ids_of_services_stay_known_when_the_disk_takes_no_new_one(made, monkeypatch):
+    recipe = recipe_of(made, "ids")
+    keep_id(recipe, "wandb", "abc")
+
+    def full(file, data):
+        file.write(bytes(data)[:5])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write", full)
+        with pytest.raises(OSError, match="No space"):
+            keep_id(recipe, "mlflow", "def")
+    assert (known_id(recipe, "wandb"), known_id(recipe, "mlflow")) == ("abc", None)
+    keep_id(recipe, "mlflow", "def")
+    assert (known_id(recipe, "wandb"), known_id(recipe, "mlflow")) == ("abc", "def")
 
 
 def test_a_login_that_is_missing_is_said_before_the_model_is_loaded(made, wandb):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from rpft import files
 from rpft.errors import UserError
 from rpft.recipe.schema import Recipe
 from rpft.train.metrics import EvalRecord, StepRecord
@@ -215,4 +216,4 @@ def keep_id(recipe: Recipe, service: str, identity: str) -> None:
         known = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         known = {}
-    path.write_text(json.dumps({**known, service: identity}) + "\n", encoding="utf-8")
+    files.write_whole(path, json.dumps({**known, service: identity}) + "\n")
