@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 import torch
 
-from rpft.engine.failure import POLL_SECONDS, Failure
+from rpft.engine.failure import POLL_SECONDS, EngineError, Failure
 from rpft.engine.tracer import span
 from rpft.model.layout import LayerLayout, align
 from rpft.model.moments import StateFormat
@@ -31,6 +31,9 @@ _ALIGNMENT_BYTES = 64
 
 _COPIED_AT_ONCE = 1 << 28
 """Bytes: one call, which waits for the GIL but once, while other threads issue the next step."""
+
+_PATIENCE_SECONDS = 5.0
+"""How long a save waits, after a fault, for copies that are being made: they take far less, or never end."""
 
 
 def copies_bytes(layouts: Sequence[LayerLayout], lagging: bool, state_format: StateFormat) -> int:
@@ -117,12 +120,14 @@ class SaveCopies:
 
     @contextmanager
     def take(self, piece: Piece) -> Iterator[Sequence[torch.Tensor]]:
-        """What the next piece lies in, or its copies, until it is written."""
+        """What the next piece lies in, or its copies, until it is written.
+
+        EngineError where after a fault its copying does not end: the save will not be whole.
+        """
         with self._changed:
             number = self._taken
             assert piece.num_bytes == self._pieces[number].num_bytes
-            while number in self._copying:
-                self._changed.wait(POLL_SECONDS)
+            self._await_copy(number)
             self._taken += 1
             copies = self._copies.popleft()[1] if self._copies and self._copies[0][0] == number else None
             if copies is None:
@@ -134,6 +139,17 @@ class SaveCopies:
             else:
                 self._ring.release()
             self._changed.notify_all()
+
+    def _await_copy(self, number: int) -> None:
+        """Returns when nobody copies the piece."""
+        failed_at = None
+        while number in self._copying:
+            self._changed.wait(POLL_SECONDS)
+            now = time.monotonic()
+            if failed_at is None:
+                failed_at = now if self._failure.failed else None
+            elif now - failed_at > _PATIENCE_SECONDS:
+                raise EngineError("a copy for the checkpoint was begun, and not ended when the run had failed")
 
     # -- the optimizer -------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rpft import files
-from rpft.engine.failure import Cancelled, Failure
+from rpft.engine.failure import POLL_SECONDS, Cancelled, Failure
 from rpft.model.host_store import HostStore
 from rpft.model.layout import TensorSpec, build_layouts
 from rpft.train import save_copies, shards, spare_memory
@@ -345,6 +345,40 @@ def test_a_save_that_fails_lets_updates_go_and_leaves_the_room_to_the_next(tmp_p
         (report,) = saver.take_reports()
         assert (report.error is not None) == broken
         assert saved(tmp_path / "saved", step) == ({} if broken else expected)
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["a copy that ends", "a copy that never ends"])
+def test_a_run_that_fails_while_a_piece_is_copied_keeps_its_save_and_does_not_wait_for_ever(
+    ends, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(save_copies, "_PATIENCE_SECONDS", HANG_SECONDS if ends else 0.05)
+    rng = random.Random(2)
+    store = random_store(rng, "float32")
+    expected = as_it_stands(store, tmp_path / "expected")
+    copying, go_on, copied = threading.Event(), threading.Event(), save_copies._copied
+
+    def slowly(*given):
+        copying.set()
+        assert go_on.wait(HANG_SECONDS)
+        return copied(*given)
+
+    monkeypatch.setattr(save_copies, "_copied", slowly)
+    saver = saver_for(store, tmp_path / "saved", region=EVERYTHING)
+    saver.arm(STEP)
+    optimizer = threading.Thread(target=lambda: saver.copy_ahead(STEP + 1), daemon=True)
+    optimizer.start()
+    assert copying.wait(HANG_SECONDS)
+    saver.start(state())
+    saver._failure.set(ValueError("the run is over"))
+    if ends:
+        threading.Timer(3 * POLL_SECONDS, go_on.set).start()
+    saver.wait()
+    assert go_on.is_set() == ends
+    go_on.set()
+    optimizer.join(HANG_SECONDS)
+    (report,) = saver.take_reports()
+    assert saved(tmp_path / "saved") == (expected if ends else {})
+    assert ends == (report.error is None)
 
 
 def test_an_update_that_waits_for_room_ends_with_the_run(tmp_path, monkeypatch):
