@@ -24,8 +24,8 @@ from rpft.optim.host_optimizer import UpdateResult
 from rpft.train.checkpoint import TrainState
 from rpft.train.flight import Flight
 from rpft.train.machinery import Machinery
+from rpft.train.output_dir import checkpoint_folder
 from rpft.train.prepare import Prepared
-from rpft.train.resume import checkpoint_folder
 from rpft.train.saver import Saver
 
 WINDOWS = 5

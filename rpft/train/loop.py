@@ -29,11 +29,12 @@ from rpft.train.interrupts import Interrupted, Interrupts, StoppedAtOnce
 from rpft.train.layer_norms import LayerNormsFile
 from rpft.train.machinery import Machinery
 from rpft.train.metrics import MetricsFile
+from rpft.train.output_dir import checkpoint_folder, result_folder
 from rpft.train.plan_changes import note_faster, note_smaller, with_plan_of
 from rpft.train.prepare import Prepared
 from rpft.train.refine import FirstSteps
 from rpft.train.reporter import Reporter
-from rpft.train.resume import about_run, checkpoint_folder, result_folder, run_identity
+from rpft.train.resume import about_run, run_identity
 from rpft.train.rewind import Rewinds
 from rpft.train.rows import use_template
 from rpft.train.save_log import SaveLog

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rpft.errors import UserError
 from rpft.machine import versions
 from rpft.recipe.schema import Recipe
-from rpft.train.checkpoint import CheckpointFolder, check_whole, read_state
+from rpft.train.checkpoint import check_whole, read_state
 from rpft.train.job import divide_rows
 from rpft.train.metrics import MetricsFile
-
-if TYPE_CHECKING:
-    from rpft.train.prepare import Prepared
+from rpft.train.output_dir import checkpoint_folder, result_folder
+from rpft.train.prepare import Prepared
 
 _OF_NO_INTEREST = {"output_dir", "train.resume_from_checkpoint"}
 
@@ -50,16 +49,6 @@ def about_run(prepared: Prepared) -> dict[str, Any]:
         "kernels": prepared.kernels.kind,
         "versions": versions(),
     }
-
-
-def checkpoint_folder(recipe: Recipe) -> CheckpointFolder:
-    settings = recipe.checkpoint
-    return CheckpointFolder(Path(recipe.output_dir), settings.keep_last, settings.keep_best)
-
-
-def result_folder(recipe: Recipe) -> Path:
-    """Where the trained model, or adapter, is written."""
-    return Path(recipe.output_dir) / ("model" if recipe.adapter is None else "adapter")
 
 
 def find_checkpoint(recipe: Recipe, wanted: bool | str) -> Path | None:

@@ -13,8 +13,8 @@ from rpft.train.faults import LOSS_SPIKE, keep_batches, too_many_spikes
 from rpft.train.layer_norms import LayerNormsFile
 from rpft.train.machinery import Machinery
 from rpft.train.metrics import MetricsFile, RewindRecord
+from rpft.train.output_dir import checkpoint_folder
 from rpft.train.reporter import Reporter
-from rpft.train.resume import checkpoint_folder
 from rpft.train.rows import RunData
 from rpft.train.saves import Saves
 from rpft.train.spikes import Spike, SpikeGuard

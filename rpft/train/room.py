@@ -10,7 +10,7 @@ from rpft.errors import UserError
 from rpft.model.frozen_file import frozen_files
 from rpft.model.scratch_file import lies_in_ram
 from rpft.recipe.schema import Recipe
-from rpft.train.resume import checkpoint_folder
+from rpft.train.output_dir import checkpoint_folder
 
 
 def most_checkpoints(recipe: Recipe, num_steps: int) -> int:

@@ -21,7 +21,7 @@ from rpft.recipe.schema import Recipe
 from rpft.train.checkpoint import CheckpointFolder, TrainState, check_whole, read_state
 from rpft.train.checkpoint_layers import layer_file
 from rpft.train.metrics import MetricsFile
-from rpft.train.resume import result_folder
+from rpft.train.output_dir import result_folder
 from rpft.train.rows import data_settings, load_tokenizer, use_template
 from rpft.train.saved_tensors import saved_tensors
 
