@@ -15,12 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rpft.engine.trace import HOST, PART, TASK, WAIT, Span, Trace
-
-if TYPE_CHECKING:
-    from rpft.engine.streams import Stream
 
 
 class Clock(Protocol):
@@ -137,7 +134,19 @@ def _part(name: str, nature: str, cause: str) -> AbstractContextManager[None]:
     return nullcontext() if recorder is None else recorder.part(name, nature, cause)
 
 
-def being_traced(streams: Sequence[Stream]) -> bool:
+class Traced(Protocol):
+    """What a trace asks of a stream."""
+
+    name: str
+    clock: Clock
+    recorder: Recorder | None
+
+    def stamp(self) -> Any:
+        """Marks a point of the stream's order, of which its clock knows the time afterwards."""
+        ...
+
+
+def being_traced(streams: Sequence[Traced]) -> bool:
     """Whether some trace has any of ``streams`` at the moment; a stream can be in one at a time."""
     return any(stream.recorder is not None for stream in streams)
 
@@ -145,7 +154,7 @@ def being_traced(streams: Sequence[Stream]) -> bool:
 class Tracer:
     """Traces ``streams`` from ``start`` to ``stop``; again if wanted. Rows of the trace are in their order."""
 
-    def __init__(self, streams: Sequence[Stream]) -> None:
+    def __init__(self, streams: Sequence[Traced]) -> None:
         self._streams = streams
         self._clocks = list({id(stream.clock): stream.clock for stream in streams}.values())
         self._origin_seconds = 0.0
