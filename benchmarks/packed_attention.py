@@ -22,7 +22,7 @@ from rpft.model.build import build_model
 from rpft.model.cut import cut
 from rpft.model.functions import LayerFunctions
 from rpft.model.layers import build_layers
-from rpft.model.packed_attention import adopt
+from rpft.model.packed_trial import adopt
 from rpft.plan.bill import gib
 from rpft.plan.profile import LayerMeter
 

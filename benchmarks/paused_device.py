@@ -21,7 +21,7 @@ from rpft.engine.queue_stream import QueueStream
 from rpft.engine.streams import Delays, Stream
 from rpft.engine.tracer import HostClock
 from rpft.model.block_backward import Kept, Weights
-from rpft.model.functions import DeviceBatch
+from rpft.model.device_batch import DeviceBatch
 from rpft.model.kept import FromForward
 from rpft.model.moments import Moments
 from rpft.optim.kernels import Weights as MasterWeights

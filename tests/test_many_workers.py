@@ -57,7 +57,7 @@ def test_layers_take_what_they_are_said_to_take():
     import torch
     from paused_device import Lengths, PausedDevice, PausedFunctions
 
-    from rpft.model.functions import DeviceBatch
+    from rpft.model.device_batch import DeviceBatch
 
     device = PausedDevice(0, link=1.0)
     device.compute._now = lambda: 0.0

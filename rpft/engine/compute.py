@@ -11,7 +11,8 @@ import torch
 from rpft.engine.slot import HostBatch, Slot, SlotKind, Task
 from rpft.engine.streams import Stream
 from rpft.model.block_backward import Kept, Weights
-from rpft.model.functions import DeviceBatch, LayerFunctions
+from rpft.model.device_batch import DeviceBatch
+from rpft.model.functions import LayerFunctions
 from rpft.model.kept import FromForward
 from rpft.model.layout import Binding, LayerLayout
 from rpft.model.router_loss import LOSS, WEIGHT

@@ -27,7 +27,8 @@ from rpft.engine.read_ahead import ReadAhead
 from rpft.engine.slot import HostBatch, Slot, SlotKind, Task
 from rpft.engine.streams import Delays, Event, Stream
 from rpft.engine.trace import BUFFER, COMPUTE, DISK, INPUT, OPTIMIZER, WEIGHTS
-from rpft.model.functions import DeviceBatch, LayerFunctions
+from rpft.model.device_batch import DeviceBatch
+from rpft.model.functions import LayerFunctions
 from rpft.model.layout import LayerLayout
 from rpft.model.packed_attention import row_starts
 from rpft.plan.plan import Stage

@@ -1,74 +1,36 @@
 """The pure functions that a worker runs: embedding, block and head, over weights given from outside.
 
 One ``LayerFunctions`` lives on each worker's device. It holds templates, modules without weights, one a kind of
-layer: which weights a call uses is an argument, so that no module is copied and no weight is owned.
+block, and the model's own code around them (trunk.py): which weights a call uses is an argument, so that no
+module is copied and no weight is owned.
 
 Shapes: hidden state [rows, sequence, hidden]; ids, labels and positions [rows, sequence].
 """
 
 from __future__ import annotations
 
-import copy
 import math
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import nn
-from torch.func import functional_call
 
 from rpft.model.block_backward import EagerKept, Kept, Weights
 from rpft.model.blocks import Block, BlockCall
+from rpft.model.device_batch import DeviceBatch
 from rpft.model.dropout import mix, placed_dropout
 from rpft.model.expert_groups import example_input, kinds_of_parts, template_of
 from rpft.model.graphs import KernelKind, Kernels
 from rpft.model.head import HeadLoss
 from rpft.model.kept import FromForward
 from rpft.model.packed_attention import NAME as PACKED
-from rpft.model.packed_attention import masks_from
 from rpft.model.probe import Probe
-from rpft.model.skeleton import (
-    EmbeddingStub,
-    ShellState,
-    Skeleton,
-    StopForward,
-    replace_module,
-    stub_blocks,
-)
+from rpft.model.skeleton import Skeleton
 from rpft.model.token_chunks import run_mlps_in_parts, tokens_left_whole
+from rpft.model.trunk import Trunk, attend_by, placed
 
 _NOTHING = BlockCall((), {})
 """What experts are given beside their input."""
-
-_CONTEXTS_KEPT = 4
-"""Contexts remembered a worker: unpacked microbatches of one shape share theirs."""
-
-
-@dataclass(frozen=True)
-class DeviceBatch:
-    """What a worker needs of one microbatch, on its device; small beside the hidden state."""
-
-    input_ids: torch.Tensor
-    """[rows, sequence] int64."""
-    position_ids: torch.Tensor | None
-    """[rows, sequence] int64, or None: 0, 1, ... in every row."""
-    trained_at: torch.Tensor
-    """[trained tokens] int64: places in the flattened microbatch whose logits are scored."""
-    targets: torch.Tensor
-    """[trained tokens] int64: the token that each of them must predict."""
-    row_starts: torch.Tensor | None = None
-    """Of packed rows, for kernels that take it; see model/packed_attention.py."""
-
-
-class _TrunkStub(nn.Module):
-    """Stands in the place of the trunk in front of the family's own head code."""
-
-    output: Any = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.output
 
 
 class LayerFunctions:
@@ -83,16 +45,14 @@ class LayerFunctions:
         deterministic: bool = False,
     ) -> None:
         """``deterministic``: only kernels that give the same bits every time."""
-        model = skeleton.model
         self.device, self.dtype = device, dtype
         self.num_blocks = skeleton.num_blocks
-        self._hidden_size: int = model.config.get_text_config().hidden_size
-        self.prefix = skeleton.trunk_path + "."
+        self._hidden_size: int = skeleton.model.config.get_text_config().hidden_size
         self._parts = skeleton.parts
         self._prefixes = [f"{skeleton.blocks_path}.{part.block}." for part in self._parts]
         self._kinds = kinds_of_parts(skeleton)
         first_of_kind = [self._parts[self._kinds.index(kind)] for kind in range(max(self._kinds) + 1)]
-        self._templates = [self._place(template_of(skeleton, part)) for part in first_of_kind]
+        self._templates = [placed(template_of(skeleton, part), device) for part in first_of_kind]
         self._tokens_left_whole = min(tokens_left_whole(each, dtype.itemsize) for each in self._templates)
         shared = Kernels(kernels, device, deterministic)
         self._block_kinds = [
@@ -114,33 +74,9 @@ class LayerFunctions:
             if part.experts is None and skeleton.balanced_at(part.block)
         )
         """Layers with a load-balancing loss of their router: they add to ``router_loss.LOSS`` among the sums."""
-        self.head = HeadLoss(self, shared)
-
-        self._state = ShellState(skeleton.returns_tuple)
-        self._front = self._place(self._without_blocks(skeleton))
-        self._back = self._place(self._without_blocks(skeleton))
-        for path in skeleton.embedding_modules:
-            stub = EmbeddingStub(path, model.get_submodule(path), dtype)
-            replace_module(self._back, path.removeprefix(self.prefix), stub)
-        self._trunk = _TrunkStub()
-        memo = {id(skeleton.trunk): self._trunk}
-        self._causal = self._place(copy.deepcopy(model, memo))
-        self._contexts: OrderedDict[Any, tuple[torch.Tensor | None, list[BlockCall]]] = OrderedDict()
+        self._trunk = Trunk(skeleton, device, dtype)
+        self.head = HeadLoss(self._trunk, shared)
         self.train(True)
-
-    def _place(self, module: nn.Module) -> nn.Module:
-        """Moves the real buffers of ``module`` to this device; parameters stay on meta."""
-        for submodule in module.modules():
-            for name, buffer in submodule.named_buffers(recurse=False):
-                if not buffer.is_meta:
-                    setattr(submodule, name, buffer.to(self.device))
-        return module
-
-    def _without_blocks(self, skeleton: Skeleton) -> nn.Module:
-        path = skeleton.blocks_path.removeprefix(self.prefix)
-        shell = copy.deepcopy(skeleton.trunk, {id(skeleton.blocks): skeleton.blocks})
-        stub_blocks(shell, path, self._state)
-        return shell
 
     @property
     def hidden_size(self) -> int:
@@ -180,16 +116,16 @@ class LayerFunctions:
 
     def train(self, mode: bool) -> None:
         """Switches dropout on or off in every template."""
-        self.training = mode
-        for module in (self._front, self._back, self._causal, *self._templates):
-            module.train(mode)
+        self._trunk.train(mode)
+        for template in self._templates:
+            template.train(mode)
 
     # -- attention -----------------------------------------------------------------------------------------
 
     @property
     def attention(self) -> str:
         """What transformers knows the attention of the model by."""
-        return self._causal.config._attn_implementation  # type: ignore[union-attr, return-value]
+        return self._trunk.attention
 
     @property
     def takes_row_starts(self) -> bool:
@@ -198,12 +134,9 @@ class LayerFunctions:
 
     def attend_by(self, name: str) -> None:
         """Makes all blocks attend by what transformers knows by ``name``."""
-        for part in (self._front, self._back, self._causal, *self._templates):
-            for module in part.modules():
-                config = getattr(module, "config", None)
-                if getattr(config, "_attn_implementation", None) is not None:
-                    config._attn_implementation = name  # type: ignore[union-attr]
-        self._contexts.clear()
+        self._trunk.attend_by(name)
+        for template in self._templates:
+            attend_by(template, name)
 
     def sample_blocks(self, batch: DeviceBatch) -> list[torch.Tensor]:
         """For each kind of block what it makes of a random hidden state with random weights; the same every time.
@@ -223,45 +156,9 @@ class LayerFunctions:
             outputs.append(output[..., : self._hidden_size].float())
         return outputs
 
-    # -- what the model passes to its blocks ---------------------------------------------------------------
-
     def context(self, batch: DeviceBatch) -> list[BlockCall]:
         """For each block the arguments that the model gives it beside the hidden state."""
-        shape = tuple(batch.input_ids.shape)
-        key = shape if batch.position_ids is None else (shape, id(batch.position_ids))
-        if key in self._contexts:
-            self._contexts.move_to_end(key)
-            return self._contexts[key][1]
-        calls: list[BlockCall] = []
-
-        def record(index: int, hidden: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
-            calls.append(BlockCall(args, kwargs))
-            if index == self.num_blocks - 1:
-                raise StopForward(None)
-            return hidden
-
-        # What a stub of the embedding drops is not kept.
-        with torch.no_grad(), placed_dropout(0), masks_from(batch.row_starts):
-            self._run_trunk(self._back, {}, batch, record)
-        self._contexts[key] = (batch.position_ids, calls)  # keeps the tensor whose id is the key alive
-        if len(self._contexts) > _CONTEXTS_KEPT:
-            self._contexts.popitem(last=False)
-        return calls
-
-    def _run_trunk(self, shell: nn.Module, weights: Weights, batch: DeviceBatch, action: Any) -> Any:
-        self._state.action = action
-        kwargs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
-        if batch.position_ids is not None:
-            kwargs["position_ids"] = batch.position_ids
-        try:
-            return functional_call(shell, weights, (), kwargs)
-        except StopForward as stop:
-            return stop.value
-        finally:
-            self._state.action = None
-
-    def _strip(self, weights: Weights, prefix: str) -> Weights:
-        return {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
+        return self._trunk.context(batch)
 
     # -- the layers ----------------------------------------------------------------------------------------
 
@@ -275,7 +172,7 @@ class LayerFunctions:
         place = self._place_of(layer, key)
         if layer == 0:
             with placed_dropout(place):
-                return self._embed(weights, batch)
+                return self._trunk.embed(weights, batch)
         assert hidden is not None
         block, own, call = self._block(layer, weights, batch)
         return block.forward(hidden, own, call, place)
@@ -301,7 +198,7 @@ class LayerFunctions:
         if layer == 0:
             leaves = {n: w.detach().requires_grad_() for n, w in weights.items() if n in trained}
             with torch.enable_grad(), placed_dropout(place):
-                output = self._embed({**weights, **leaves}, batch)
+                output = self._trunk.embed({**weights, **leaves}, batch)
             return output, EagerKept(output, None, leaves)
         assert hidden is not None
         block, own, call = self._block(layer, weights, batch)
@@ -343,46 +240,9 @@ class LayerFunctions:
         """Places the dropout of a layer: by its block, however that is cut."""
         return None if key is None else mix(key, self._parts[layer - 1].block + 1 if layer else 0)
 
-    def _embed(self, weights: Weights, batch: DeviceBatch) -> torch.Tensor:
-        def stop(index: int, hidden: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
-            raise StopForward(hidden)
-
-        return self._run_trunk(self._front, self._strip(weights, self.prefix), batch, stop)
-
-    def finish(
-        self, hidden: torch.Tensor, weights: Weights, ids: torch.Tensor, positions: torch.Tensor | None
-    ) -> torch.Tensor:
-        """From the last block's output to what the head is given: final hidden states [tokens, hidden].
-
-        ``weights`` are those of the trunk, by full name.
-        """
-
-        def hand_over(index: int, ignored: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
-            return hidden if index == self.num_blocks - 1 else ignored
-
-        batch = DeviceBatch(ids, positions, ids, ids)
-        output = self._run_trunk(self._back, self._strip(weights, self.prefix), batch, hand_over)
-        others = {name: value for name, value in output.items() if name != "last_hidden_state"}
-        assert not any(isinstance(value, torch.Tensor) for value in others.values())
-        self._trunk_output = type(output), others
-        return output.last_hidden_state.flatten(0, 1)
-
-    def head_logits(self, hidden: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """The family's own head, soft-capping and scaling, on final hidden states [tokens, hidden]."""
-        kind, others = self._trunk_output
-        self._trunk.output = kind(**others, last_hidden_state=hidden.unsqueeze(0))
-        own = {n: w for n, w in weights.items() if not n.startswith(self.prefix)}
-        ids = torch.zeros(1, hidden.shape[0], dtype=torch.long, device=hidden.device)
-        try:
-            return functional_call(self._causal, own, (), {"input_ids": ids, "use_cache": False}).logits[0]
-        finally:
-            self._trunk.output = None
-
     def logits(self, hidden: torch.Tensor, weights: Weights, batch: DeviceBatch) -> torch.Tensor:
         """Logits [rows, sequence, vocabulary] of the last block's output: for checks on a few tokens."""
-        inner = {name: weight for name, weight in weights.items() if name.startswith(self.prefix)}
-        final = self.finish(hidden, inner, batch.input_ids, batch.position_ids)
-        return self.head_logits(final, weights).view(*hidden.shape[:2], -1)
+        return self._trunk.logits(hidden, weights, batch)
 
 
 class _Renamed(NamedTuple):

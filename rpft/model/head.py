@@ -6,17 +6,15 @@ The logits of a whole microbatch never exist. Only where a token is trained is a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from rpft.model.block_backward import Weights
+from rpft.model.device_batch import DeviceBatch
 from rpft.model.dropout import mix, placed_dropout
 from rpft.model.graphs import KernelKind, Kernels
-
-if TYPE_CHECKING:
-    from rpft.model.functions import DeviceBatch, LayerFunctions
+from rpft.model.trunk import Trunk
 
 HEAD_CHUNK_TOKENS: dict[KernelKind, int] = {"eager": 1024, "trace": 1024, "compile": 4096}
 """Tokens whose logits exist at once; compiled, a logit takes 4 bytes and not 14."""
@@ -29,10 +27,10 @@ _IGNORED = -100
 
 
 class HeadLoss:
-    """Loss and gradients of the head layer of one ``LayerFunctions``."""
+    """Loss and gradients of the head layer that follows the blocks of ``trunk``."""
 
-    def __init__(self, functions: LayerFunctions, kernels: Kernels) -> None:
-        self._functions, self._kernels = functions, kernels
+    def __init__(self, trunk: Trunk, kernels: Kernels) -> None:
+        self._trunk, self._kernels = trunk, kernels
         self._chunk_tokens = HEAD_CHUNK_TOKENS[kernels.kind]
 
     def loss(self, hidden: torch.Tensor, weights: Weights, batch: DeviceBatch) -> torch.Tensor:
@@ -54,7 +52,7 @@ class HeadLoss:
         self, hidden: torch.Tensor, weights: Weights, batch: DeviceBatch, sums: Weights, key: int | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(loss sum, its gradient for ``hidden``); weight gradients are added to ``sums``, float32, by name."""
-        place = None if key is None else mix(key, self._functions.num_blocks + 1)
+        place = None if key is None else mix(key, self._trunk.num_blocks + 1)
         with torch.no_grad():
             scored = self._finish(hidden, weights, batch, place)
             shape = scored.shape
@@ -100,7 +98,7 @@ class HeadLoss:
         def run(hidden: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor]:
             return (self._run_finish(hidden, rest[: len(others)], inner, rest[len(others) :], place),)
 
-        key = (len(others), tuple(inner), self._functions.training)
+        key = (len(others), tuple(inner), self._trunk.training)
         tensors = [hidden, *others, *inner.values()]
         return run(*tensors)[0] if place is not None else self._kernels.call("the norm", key, run, tensors)[0]
 
@@ -132,7 +130,7 @@ class HeadLoss:
                     total.add_(value)
             return (grads[0],)
 
-        key = (len(others), tuple(inner), tuple(inner_sums), self._functions.training)
+        key = (len(others), tuple(inner), tuple(inner_sums), self._trunk.training)
         tensors = [grad_final, hidden, *others, *inner.values(), *inner_sums.values()]
         with torch.no_grad():
             if place is not None:
@@ -149,13 +147,13 @@ class HeadLoss:
     ) -> torch.Tensor:
         ids, positions = others[0], others[1] if len(others) > 1 else None
         with placed_dropout(place):
-            return self._functions.finish(hidden, dict(zip(inner, values, strict=True)), ids, positions)
+            return self._trunk.finish(hidden, dict(zip(inner, values, strict=True)), ids, positions)
 
     # -- chunks --------------------------------------------------------------------------------------------
 
     def _split(self, named: Weights) -> tuple[Weights, Weights]:
         """(what belongs to the trunk, what belongs to the LM head), each by name."""
-        prefix = self._functions.prefix
+        prefix = self._trunk.prefix
         inner = {name: tensor for name, tensor in named.items() if name.startswith(prefix)}
         return inner, {name: tensor for name, tensor in named.items() if name not in inner}
 
@@ -173,7 +171,7 @@ class HeadLoss:
                 yield chunk, target, count
 
     def _cross_entropy(self, chunk: torch.Tensor, target: torch.Tensor, weights: Weights) -> torch.Tensor:
-        logits = self._functions.head_logits(chunk, weights)
+        logits = self._trunk.head_logits(chunk, weights)
         return F.cross_entropy(logits.float(), target, reduction="sum", ignore_index=_IGNORED)
 
 

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from rpft.model.adapters import ADAPTER, plain_name
-from rpft.model.functions import DeviceBatch, LayerFunctions
+from rpft.model.device_batch import DeviceBatch
+from rpft.model.functions import LayerFunctions
 from rpft.model.layer_reader import LayerReader
 from rpft.model.layers import build_layers
 from rpft.model.layout import LayerLayout

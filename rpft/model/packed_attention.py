@@ -10,24 +10,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from rpft.model.functions import LayerFunctions
 
 NAME = "rpft_packed"
 """What transformers knows the attention and the masks of this module by."""
 
 _TOKENS_A_ROW = 128
 """A graph is made for a number of rows; up to one for so many tokens it is the same."""
-
-_LENGTHS = ((40, 24), (17, 47))
-"""Rows of the lines on which masks and starts are compared."""
-
-_ALLOWED = 0.2
-"""Of what the masks change in a block's output, how much may come out otherwise: half precision makes some."""
 
 _here = threading.local()
 
@@ -61,36 +52,6 @@ def masks_from(starts: torch.Tensor | None) -> Iterator[None]:
         yield
     finally:
         del _here.starts
-
-
-def adopt(functions: LayerFunctions) -> str | None:
-    """Makes ``functions`` run packed rows by variable lengths; or leaves it with masks, and says why.
-
-    All kinds of blocks are tried on a few tokens and must give what they give with masks.
-    """
-    from rpft.model.functions import DeviceBatch
-
-    register()
-    positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in _LENGTHS])
-    ids = torch.zeros_like(positions).to(functions.device)
-    nothing = torch.empty(0, dtype=torch.long)
-    packed = DeviceBatch(
-        ids, positions.to(functions.device), nothing, nothing, row_starts(positions).to(ids.device)
-    )
-    plain = DeviceBatch(ids, None, nothing, nothing)
-    before = functions.attention
-    masked, apart = functions.sample_blocks(packed), functions.sample_blocks(plain)
-    functions.attend_by(NAME)
-    try:
-        found = functions.sample_blocks(packed)
-    except (Unfit, RuntimeError) as error:
-        functions.attend_by(before)
-        return str(error).splitlines()[0]
-    for number, (a, b, c) in enumerate(zip(found, masked, apart, strict=True)):
-        if not (a - b).norm() <= _ALLOWED * (c - b).norm():
-            functions.attend_by(before)
-            return f"blocks of kind {number} give other numbers by it"
-    return None
 
 
 def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:

@@ -9,7 +9,9 @@ import torch
 from torch.func import functional_call
 
 from rpft.errors import UserError
-from rpft.model.functions import BlockCall, DeviceBatch, LayerFunctions
+from rpft.model.blocks import BlockCall
+from rpft.model.device_batch import DeviceBatch
+from rpft.model.functions import LayerFunctions
 from rpft.model.host_store import HostStore
 from rpft.model.refuse import tensors_in
 from rpft.model.skeleton import ShellState, Skeleton, stub_blocks

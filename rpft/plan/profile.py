@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from rpft.model.block_backward import Kept
-from rpft.model.functions import DeviceBatch, LayerFunctions
+from rpft.model.device_batch import DeviceBatch
+from rpft.model.functions import LayerFunctions
 from rpft.model.layout import LayerLayout
 from rpft.model.packed_attention import row_starts
 from rpft.model.router_loss import LOSS, WEIGHT

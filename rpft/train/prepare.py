@@ -10,7 +10,7 @@ from pathlib import Path
 from rpft.engine.device import Device, make_pool
 from rpft.errors import UserError
 from rpft.model.functions import LayerFunctions
-from rpft.model.packed_attention import adopt
+from rpft.model.packed_trial import adopt
 from rpft.optim.one_pass import FusedPass, OnePass
 from rpft.optim.one_pass import prepare as prepare_one_pass
 from rpft.plan.bill import available_host_bytes

@@ -6,7 +6,7 @@ from support.engines import plan_of, run_engine
 
 from rpft.errors import UserError
 from rpft.model.adapters import LoraSettings
-from rpft.model.functions import DeviceBatch
+from rpft.model.device_batch import DeviceBatch
 from rpft.plan.plan import Plan, Stage
 
 FORWARD, BACKWARD = [(0, 1), (2, 3)], [(4, 5), (2, 3), (0, 1)]

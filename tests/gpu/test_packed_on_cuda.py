@@ -7,8 +7,10 @@ import torch
 from support.layers import batch_of, random_ids, relative_error
 from support.models import load
 
-from rpft.model.functions import DeviceBatch, LayerFunctions
-from rpft.model.packed_attention import NAME, adopt, row_starts, varlen_attention
+from rpft.model.device_batch import DeviceBatch
+from rpft.model.functions import LayerFunctions
+from rpft.model.packed_attention import NAME, row_starts, varlen_attention
+from rpft.model.packed_trial import adopt
 
 pytestmark = [
     pytest.mark.gpu,

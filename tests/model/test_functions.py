@@ -21,9 +21,10 @@ from support.layers import (
 from support.models import FAMILIES, MORE_FAMILIES, load, tiny_checkpoint
 
 from rpft.errors import UserError
+from rpft.model.device_batch import DeviceBatch
 from rpft.model.dropout import mix, placed_dropout
-from rpft.model.functions import _CONTEXTS_KEPT, DeviceBatch, LayerFunctions
 from rpft.model.head import HEAD_CHUNK_TOKENS
+from rpft.model.trunk import _CONTEXTS_KEPT, Trunk
 from rpft.model.verify import verify_packing
 
 TOLERANCE = 1e-5
@@ -112,14 +113,14 @@ def test_the_head_never_holds_more_logits_than_one_chunk_and_chunks_change_nothi
     batch = batch_of(random_ids())
     whole = forward_and_backward(functions_of(loaded), loaded.store, batch)
     rows: list[int] = []
-    head_logits = LayerFunctions.head_logits
+    head_logits = Trunk.head_logits
 
     def watched(self: Any, hidden: torch.Tensor, weights: Any) -> torch.Tensor:
         logits = head_logits(self, hidden, weights)
         rows.append(logits.shape[0])
         return logits
 
-    monkeypatch.setattr(LayerFunctions, "head_logits", watched)
+    monkeypatch.setattr(Trunk, "head_logits", watched)
     monkeypatch.setitem(HEAD_CHUNK_TOKENS, "eager", 7)
     chunked = forward_and_backward(functions_of(loaded), loaded.store, batch)
     assert rows == [7, 7, 7, 7, 2]
@@ -169,7 +170,7 @@ def test_shapes_that_take_turns_get_their_own_masks_and_few_are_remembered(tmp_p
         ids = random_ids(1, sequence, seed=sequence)
         ours = logits_of(loaded, ids, functions=functions)
         assert relative_error(ours, theirs(input_ids=ids).logits) < TOLERANCE
-    assert len(functions._contexts) <= _CONTEXTS_KEPT
+    assert len(functions._trunk._contexts) <= _CONTEXTS_KEPT
 
 
 def test_packs_of_one_shape_that_take_turns_get_their_own_masks(tmp_path: Path) -> None:
@@ -190,7 +191,8 @@ def test_functions_own_no_weight_and_alike_blocks_share_a_template(tmp_path: Pat
     tiny_checkpoint(tmp_path, "gemma3")
     functions = functions_of(load(tmp_path))
     assert functions._kinds == [0, 1, 0, 1]
-    modules = [functions._front, functions._back, functions._causal, *functions._templates]
+    trunk = functions._trunk
+    modules = [trunk._front, trunk._back, trunk._causal, *functions._templates]
     assert len(functions._templates) == 2
     assert all(parameter.is_meta for module in modules for parameter in module.parameters())
 
@@ -236,7 +238,7 @@ def test_gradients_under_dropout_are_those_of_one_pass_that_keeps_its_activation
     leaves = {n: w.requires_grad_() for layer in weights[:-1] for n, w in layer.items() if n in loaded.store}
     hidden = None
     with placed_dropout(mix(key, 0)):
-        hidden = functions._embed(weights[0], batch)
+        hidden = functions._trunk.embed(weights[0], batch)
     for layer in range(1, last):
         block, own, call = functions._block(layer, weights[layer], batch)
         with placed_dropout(mix(key, layer)):

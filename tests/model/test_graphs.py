@@ -15,7 +15,8 @@ from support.layers import Passed, batch_of, forward_and_backward, functions_of,
 from support.models import FAMILIES, MORE_FAMILIES, Loaded, load, tiny_checkpoint
 
 from rpft.model.adapters import LoraSettings, initialise_lora
-from rpft.model.functions import DeviceBatch, LayerFunctions
+from rpft.model.device_batch import DeviceBatch
+from rpft.model.functions import LayerFunctions
 from rpft.model.graphs import Kernels, Untraceable
 from rpft.model.head import HEAD_CHUNK_TOKENS
 from rpft.model.joint_graph import JointGraph

@@ -9,8 +9,9 @@ from support.layers import functions_of, logits_of, random_ids
 from support.models import load
 
 from rpft.model import packed_attention
-from rpft.model.functions import DeviceBatch
-from rpft.model.packed_attention import NAME, adopt, row_starts
+from rpft.model.device_batch import DeviceBatch
+from rpft.model.packed_attention import NAME, row_starts
+from rpft.model.packed_trial import adopt
 
 LENGTHS = ((9, 4, 3), (2, 14))
 POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in line]) for line in LENGTHS])

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from rpft.model.functions import DeviceBatch, LayerFunctions
+from rpft.model.device_batch import DeviceBatch
+from rpft.model.functions import LayerFunctions
 from rpft.model.graphs import KernelKind
 from rpft.model.host_store import HostStore
 from support.models import Loaded

@@ -152,10 +152,10 @@ def test_a_model_whose_ends_the_layers_do_not_reproduce_is_refused_before_traini
     """The chunked loss would leave out what this model does behind its head."""
     monkeypatch.undo()
     made = fresh("llama", rows=chats(4))
-    from rpft.model.functions import LayerFunctions
+    from rpft.model.trunk import Trunk
 
-    logits = LayerFunctions.head_logits
-    monkeypatch.setattr(LayerFunctions, "head_logits", lambda *args: torch.tanh(logits(*args)))
+    logits = Trunk.head_logits
+    monkeypatch.setattr(Trunk, "head_logits", lambda *args: torch.tanh(logits(*args)))
     ran = made.train("refused")
     assert ran.code == 2
     assert "LlamaForCausalLM is not supported" in ran.err
