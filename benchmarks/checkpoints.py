@@ -38,7 +38,7 @@ from throughput import Model, Run, add_model_arguments
 
 from rpft import files
 from rpft.engine.slot import HostBatch
-from rpft.model.host_store import HostLayer
+from rpft.model.host_layer import HostLayer
 from rpft.optim.host_optimizer import UpdateResult
 from rpft.plan.bill import gib
 from rpft.train.bench import timed_steps

@@ -10,7 +10,7 @@ import torch
 
 from rpft.model.adapters import learns_faster
 from rpft.model.dropout import mix
-from rpft.model.host_store import HostLayer
+from rpft.model.host_layer import HostLayer
 from rpft.model.layout import ALIGNMENT_ELEMENTS, align
 from rpft.model.moments import Moments
 from rpft.optim.kernels import Weights

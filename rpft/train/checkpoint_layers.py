@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 from rpft.errors import UserError
-from rpft.model.host_store import HostLayer, HostStore
+from rpft.model.host_layer import HostLayer
+from rpft.model.host_store import HostStore
 from rpft.model.layout import LayerLayout, TensorSpec
 from rpft.model.moments import BLOCK, Moments, StateFormat, moments_bytes, moments_in, stored_parts
 from rpft.model.pages import zeroed_pages

@@ -25,7 +25,8 @@ from rpft.model.cut_experts import cut_experts
 from rpft.model.frozen_file import FrozenFile
 from rpft.model.functions import LayerFunctions
 from rpft.model.graphs import KernelKind
-from rpft.model.host_store import HostLayer, HostStore
+from rpft.model.host_layer import HostLayer
+from rpft.model.host_store import HostStore
 from rpft.model.layers import build_layers
 from rpft.model.load import load_checkpoint
 from rpft.model.moments import StateFormat, stored_parts
