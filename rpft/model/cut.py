@@ -74,7 +74,8 @@ def cut(model: Any) -> Skeleton:
     count = len(blocks)
     errors: list[str] = []
     for returns_tuple in (False, True):
-        shell, state, calls = copy.deepcopy(model), ShellState(returns_tuple), []
+        shell = copy.deepcopy(model, {id(blocks): blocks})  # which are stubbed, and may be thousands of modules
+        state, calls = ShellState(returns_tuple), []
         stub_blocks(shell, blocks_path, state)
         for path in outer:
             replace_module(shell, path, EmbeddingStub(path, model.get_submodule(path), torch.float32, calls))
