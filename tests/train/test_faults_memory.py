@@ -58,6 +58,7 @@ class Cap:
 
         def counted_reclaim(device):
             self._buffers.pop(device.name, None)
+            self.peak = 0  # what comes is taken by another plan
             reclaim(device)
 
         def capped_recompute(run, task, segment, hidden, chain):
@@ -82,7 +83,7 @@ class Cap:
         self.peak = max(self.peak, num_bytes)
 
     def tighten(self, share):
-        """From now on there is only that ``share`` of what was taken since the last call."""
+        """From now on there is only that ``share`` of what the plan at work took since the last call."""
         self.limit, self.peak = share * self.peak, 0
 
 
@@ -258,7 +259,7 @@ def test_when_no_plan_is_smaller_microbatches_are_and_the_sum_is_the_same_but_fo
     unbroken = made.train_well("unbroken")
     with monkeypatch.context() as patch:
         cap = Cap(patch)
-        shares = {1: 0.95, 3: 0.85}  # what was taken by the second time may be what the first plan took
+        shares = {1: 0.95, 3: 0.85}
         watch(patch, lambda record: cap.tighten(shares[record.step]) if record.step in shares else None)
         ran = made.train("cap", f"engine.plan={smallest}", "engine.workers=2", "checkpoint.every_steps=1")
     assert ran.code == 0, ran.err
