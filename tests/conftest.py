@@ -13,6 +13,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# Threads of a kernel that wait for one another would keep cores busy which other tests could have. OpenMP reads
+# this when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 # A shell without job control starts what it puts in the background with SIGINT ignored, and children inherit that.
