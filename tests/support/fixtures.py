@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from rpft.model import cut
 from rpft.model.functions import LayerFunctions
+from rpft.model.skeleton import structure
 from support import engines
 from support.engines import Outcome, run_engine
 from support.models import tiny_checkpoint
@@ -37,6 +39,24 @@ def one_thread_a_kernel() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def choices_seen_once() -> Iterator[None]:
+    """What the routers of alike blocks of equal configs pick is found once: that takes as long as three steps."""
+    known: dict[Any, Any] = {}
+    find = cut.find_choices
+
+    def seen(block: torch.nn.Module, hidden: torch.Tensor, args: Any, kwargs: Any) -> Any:
+        configs = {m.config.to_json_string() for m in block.modules() if hasattr(m, "config")}
+        key = (structure(block), frozenset(configs), hidden.shape, hidden.dtype)
+        if not configs or key not in known:
+            known[key] = find(block, hidden, args, kwargs)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cut, "find_choices", seen)
+        yield
 
 
 class SharedFunctions:
