@@ -8,6 +8,7 @@ from support.fixtures import checkpoint
 from support.recipes import make_project
 
 from rpft.plan import profile_file
+from rpft.train.model_parts import model_keys, model_parts
 
 __all__ = ["checkpoint"]
 
@@ -25,9 +26,9 @@ def project(tmp_path_factory):
     return make
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(autouse=True, scope="module")
 def cache(tmp_path_factory):
-    """An empty cache of profiles, for all tests of a module."""
+    """An empty cache of profiles, for all tests of a module: no plan depends on what the machine has measured."""
     folder = tmp_path_factory.mktemp("profiles")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(profile_file, "cache_folder", lambda: folder)
@@ -51,6 +52,27 @@ def a_disk_anywhere():
         patch.setattr("rpft.train.tries.lies_in_ram", lambda folder: False)
         patch.setattr("rpft.train.prepare.turnover_rate", lambda folder: 1e9)
         patch.setattr("rpft.train.prepare.write_rate", lambda folder, num_bytes: 1e9)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def models_built_once():
+    """Runs of a module that say the same of the same model share its skeleton and layouts, which no run changes.
+
+    To build them is a good part of a tiny run. Runs of other modules, and all of tests/model, build them anew.
+    """
+    known = {}
+
+    def built_once(recipe, config, checkpoint, expert_groups=1):
+        files = [(path.name, path.stat().st_mtime_ns) for path in sorted(checkpoint.folder.iterdir())]
+        told = [repr(part) for part in (*model_keys(recipe), recipe.data.packing, files, expert_groups)]
+        key = (type(config), config.to_json_string(), *told)
+        if key not in known:
+            known[key] = model_parts(recipe, config, checkpoint, expert_groups)
+        return dict(known[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rpft.train.job.model_parts", built_once)
         yield
 
 

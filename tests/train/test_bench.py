@@ -20,11 +20,9 @@ from rpft.train.weights import load_weights
 
 STEPS = 2
 
-pytestmark = pytest.mark.usefixtures("cache")
-
 
 @pytest.fixture(scope="module")
-def made(project, cache):
+def made(project):
     return project("bench", "qwen3", eval_rows=0)
 
 

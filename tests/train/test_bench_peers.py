@@ -211,7 +211,6 @@ def test_what_contradicts_itself_is_refused(words, said, made):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("cache")
 def test_a_run_and_its_peers_in_processes_of_their_own_have_the_same_losses(made, tmp_path):
     logs = tmp_path / "logs"
     words = ("--workers", "1,2", "--steps", "2", "--peers", "all", "--losses", "3", "--peer-logs", str(logs))

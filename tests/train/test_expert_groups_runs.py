@@ -34,7 +34,7 @@ WIDE = {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 64
 
 
 @pytest.fixture(scope="module")
-def made(project: Any, cache: Any) -> Project:
+def made(project: Any) -> Project:
     return project("expert groups", "qwen3_moe", sections=LORA, **WIDE)
 
 
@@ -60,7 +60,7 @@ def plan_file(made: Project, limit: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def small(project: Any, cache: Any) -> Project:
+def small(project: Any) -> Project:
     """Two blocks, with a plan by hand that has their experts in two groups each."""
     made = project("few expert groups", "qwen3_moe", sections=LORA, num_hidden_layers=2, num_experts=8)
     path = write_plan(made.folder / "plan.json", [[0, 1], [2, 4]], [[5, 7], [3, 4], [0, 2]], 4)

@@ -144,7 +144,7 @@ def test_the_bill_moves_moments_from_ram_to_the_disk_and_counts_the_window(in_ra
     assert disk.memory["disk_bytes"] == ram.memory["disk_bytes"] + moments_file_bytes(pieces)
 
 
-def test_an_update_is_predicted_to_take_as_long_as_the_slower_of_pass_and_disk(in_ram, cache, monkeypatch):
+def test_an_update_is_predicted_to_take_as_long_as_the_slower_of_pass_and_disk(in_ram, monkeypatch):
     made, _ = in_ram("full")
     steps = {}
     for rate in (1e15, 2e6, 1e6):
@@ -250,7 +250,7 @@ def test_a_folder_that_will_not_do_is_refused_by_what_is_wrong_with_it(in_ram, m
     assert not (made.folder / "refused").exists()
 
 
-def test_the_plan_says_what_it_saves_and_costs(in_ram, cache):
+def test_the_plan_says_what_it_saves_and_costs(in_ram):
     made, _ = in_ram("full")
     for command in (("plan", made.recipe), ("train", made.recipe, "--dry-run")):
         ran = run_rpft(*command, f"output_dir={made.folder / 'planned'}", offload(made))

@@ -20,7 +20,7 @@ MEMORY = {"vram_bytes", "host_bytes", "pinned_bytes", "disk_bytes"}
 
 
 @pytest.fixture(scope="module")
-def made(project, cache):
+def made(project):
     return project("plans", "qwen3", eval_rows=0, sections={"engine": {"workers": 2}})
 
 
