@@ -51,9 +51,10 @@ def data(
     from rpft.cli.train import quiet_libraries
 
     quiet_libraries()
+    from rpft.model.checkpoint import resolve_checkpoint
     from rpft.train.rows import data_settings, data_sources, load_rows, load_tokenizer
 
-    tokenizer = load_tokenizer(settings.model.path, settings.model.revision)
+    tokenizer = load_tokenizer(resolve_checkpoint(settings.model.path, settings.model.revision, weights=False))
     how, sources = data_settings(settings.data), data_sources(settings.data.train)
     if row is not None:
         _show_row(sources[0], row, tokenizer, how, as_json)

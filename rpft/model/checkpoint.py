@@ -21,7 +21,7 @@ _HUB_WEIGHTS = "*.safetensors"
 _HUB_FILES = ["*.json", _HUB_WEIGHTS, "*.jinja", "*.txt", "*.model", "tokenizer*"]
 
 
-def refuse_no_model(path: str) -> None:
+def _refuse_no_model(path: str) -> None:
     """UserError where ``path`` is neither a folder nor could be a hub id."""
     if Path(path).is_dir():
         return
@@ -33,7 +33,7 @@ def refuse_no_model(path: str) -> None:
 
 def resolve_checkpoint(path: str, revision: str | None, weights: bool = True) -> Path:
     """The local folder of a checkpoint: ``path`` itself, or the hub's snapshot, with or without weights."""
-    refuse_no_model(path)
+    _refuse_no_model(path)
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import snapshot_download

@@ -23,7 +23,6 @@ from rpft.data.sources import Source
 from rpft.data.templates import read_template
 from rpft.errors import UserError
 from rpft.host import available_cores
-from rpft.model.checkpoint import refuse_no_model
 from rpft.model.layout import align
 from rpft.recipe.schema import Recipe
 from rpft.recipe.sections.data import Data
@@ -99,17 +98,16 @@ class RunData:
         return make_microbatches(data, groups, self.micro_batch_size, self.pad_id, self.pad_lengths)
 
 
-def load_tokenizer(path: Path | str, revision: str | None = None) -> Any:
-    """The tokenizer in a folder or of a hub id; UserError where transformers cannot load one."""
-    refuse_no_model(str(path))
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer in ``folder``; UserError where transformers cannot load one."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         said = str(error).splitlines()[0]
         raise UserError(
-            f"model.path {path}: no tokenizer that transformers can load ({type(error).__name__}: {said});"
+            f"model.path {folder}: no tokenizer that transformers can load ({type(error).__name__}: {said});"
             " tokenizer.json and tokenizer_config.json belong beside the weights"
         ) from error
 

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 from support.recipes import run_rpft
 
 RECIPE_VERBS = ("train", "plan", "profile", "bench", "data")
@@ -137,7 +138,7 @@ BAD_CONTENT = {
     "a model that is a file": (
         lambda made: f"model.path={made.recipe}",
         ["that is a file; the folder that it is in may be the checkpoint"],
-        ("data",),
+        (),
     ),
     "a model folder without a model": (folder("model.path"), ["model.path", "folder"], ()),
     "a torn config": (spoil_model("m", "config.json", b"{nope"), ["m/config.json", "not a valid JSON"], ()),
@@ -203,6 +204,18 @@ def test_what_a_recipe_names_and_cannot_be_used_is_named(verb, name, made, here,
     change, parts, _ = BAD_CONTENT[name]
     check_said(run_rpft(verb, str(made.recipe), "output_dir=new", change(made)), *parts)
     assert not Path("new").exists()
+
+
+@pytest.mark.parametrize("verb", ["train", "plan", "data"])
+def test_a_model_that_the_hub_does_not_give_is_said_to_be_one_at_once(verb, made, here, monkeypatch):
+    def refuse(*_, **__):
+        raise LocalEntryNotFoundError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    ran = run_rpft(verb, str(made.recipe), "output_dir=new", "model.path=nobody/nothing")
+    check_said(
+        ran, "'nobody/nothing'", "the hub did not give it", "Name or service", "Check the name, the network"
+    )
 
 
 @pytest.mark.parametrize(
