@@ -51,7 +51,6 @@ def bench_chart(heading: str, results: Sequence[Measured | Failed], peers: Seque
             "long run, median of windows",
             zero=True,
             x_name="workers",
-            whole_x=True,
         )
     ]
     losses = [

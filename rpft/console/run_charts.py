@@ -94,6 +94,7 @@ def charts_side_by_side(runs: Mapping[str, RunReport]) -> str:
             "time in steps only",
             x_name="hours" if hours else "seconds",
             x_said=short,
+            whole_x=False,
         ),
         Chart("Learning rate", lines(_key("learning_rate")), short, zero=True),
         Chart("Gradient norm", lines(_key("grad_norm"), noisy=True), short, "before clipping", log=True),

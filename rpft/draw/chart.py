@@ -67,7 +67,7 @@ class Chart:
     """Figures to compare with, each a thin line; (name, figure)."""
     x_name: str = "step"
     x_said: Callable[[float], str] = field(default=lambda x: f"{x:,.0f}")
-    whole_x: bool = False
+    whole_x: bool = True
     """Whether x counts something: no tick is between whole numbers."""
     values_in_names: bool = True
     """Whether a line's name has its last figure beside it."""
@@ -171,7 +171,8 @@ class _Frame:
     def __init__(self, chart: Chart, lines: Sequence[Line], y_scale: Scale, right: float) -> None:
         self.chart, self.lines, self.y_scale = chart, lines, y_scale
         self.right, self.bottom = WIDTH - right, HEIGHT - _BOTTOM
-        xs = [x for line in lines for x in (line.points[0][0], line.points[-1][0])] or [0.0, 1.0]
+        xs = [x for line in lines for x in (line.points[0][0], line.points[-1][0])]
+        xs = [*xs, *(mark.x for mark in chart.marks)] or [0.0, 1.0]
         low, high = min(xs), max(xs)
         self.x_scale = Scale(low, high) if high > low else Scale(low - 0.5, high + 0.5)
 

@@ -12,10 +12,10 @@ def duration(seconds: float) -> str:
 
 
 def short(value: float, digits: int = 4) -> str:
-    """A figure to ``digits`` digits, small ones with a power of ten, in as few characters as that takes."""
-    if abs(value) >= 1000:
+    """A figure to ``digits`` digits, tiny and huge ones with a power of ten, in as few characters as that takes."""
+    if 1000 <= abs(value) < 1e7:
         return f"{value:,.0f}"
-    if value and abs(value) < 2e-3:
+    if value and not 2e-3 <= abs(value) < 1e7:
         mantissa, _, power = f"{value:.{digits - 1}e}".partition("e")
         return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(power)}"
     whole = len(f"{abs(value):.0f}")

@@ -113,6 +113,13 @@ def test_a_name_with_markup_in_it_is_text():
     assert "<b>" not in text
 
 
+def test_steps_are_whole_and_a_mark_beyond_the_line_has_its_place():
+    text = drawn(Chart("Gradient norm", [Line("", [(1.0, 5.0)])], short, marks=[Mark(3.0, "skipped", "point")]))
+    assert [said for said in re.findall(r"'middle'>([^<]*)<", text) if said != "step"] == ["1", "2", "3"]
+    dot = float(re.search(r"<circle class='d0' cx='([0-9.]+)'", text)[1])
+    assert float(re.search(r"<path class='bad' d='M([0-9.]+) ", text)[1]) > dot + 100
+
+
 @pytest.mark.parametrize("points", [[], [(3.0, 2.0)], [(1.0, 0.0), (2.0, 0.0)]])
 def test_none_one_and_equal_figures_are_drawn(points):
     assert "nan" not in drawn(Chart("Loss", [Line("x", points)], short, log=True))
@@ -120,7 +127,15 @@ def test_none_one_and_equal_figures_are_drawn(points):
 
 @pytest.mark.parametrize(
     ("value", "said"),
-    [(0.0, "0"), (1.03456, "1.035"), (576.25, "576.2"), (35290.4, "35,290"), (2e-4, "2e-4"), (1.25e-5, "1.25e-5")],
+    [
+        (0.0, "0"),
+        (1.03456, "1.035"),
+        (576.25, "576.2"),
+        (35290.4, "35,290"),
+        (2e-4, "2e-4"),
+        (1.25e-5, "1.25e-5"),
+        (8.5361e29, "8.536e29"),
+    ],
 )
 def test_a_figure_is_said_in_four_digits(value, said):
     assert short(value) == said
