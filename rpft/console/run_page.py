@@ -59,7 +59,8 @@ def standing(report: RunReport) -> str:
         return f"<p class='verdict good'>✓ Finished, {at}.</p>"
     if report.standing == "running":
         return f"<p class='verdict'>▶ Running ({escape(report.holder or '')}): {at} when this page was made.</p>"
-    return f"<p class='verdict bad'>■ Stopped behind {at}; <code>rpft train --resume</code> goes on.</p>"
+    further = "<code>rpft train RECIPE --resume</code> goes on" if report.resumable else "nothing of it was saved"
+    return f"<p class='verdict bad'>■ Stopped behind {at}; {further}.</p>"
 
 
 def _headline(report: RunReport) -> str:

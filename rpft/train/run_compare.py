@@ -33,8 +33,12 @@ class Comparison:
                 "the evaluations are over different numbers of tokens: their losses are not of the same rows"
             )
         machines = [run.about.get("machine") for run in self.runs.values()]
-        if any(machine != machines[0] for machine in machines):
+        kinds = [machine and _kind(machine) for machine in machines]
+        if any(kind != kinds[0] for kind in kinds):
             said.append("the runs were on different machines, or it is not known of all: compare speeds with care")
+        counts = [len(machine["workers"]) for machine in machines if machine]
+        if len(set(counts)) > 1:
+            said.append(f"the runs had {', '.join(map(str, counts))} workers: their speeds are not of as many")
         unfinished = [name for name, run in self.runs.items() if run.standing != "finished"]
         if unfinished:
             said.append(f"not finished: {', '.join(unfinished)}")
@@ -75,6 +79,11 @@ def _names(paths: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     raise AssertionError("no two paths are the same")
+
+
+def _kind(machine: dict[str, Any]) -> dict[str, Any]:
+    """A machine of an about.json, however many of its workers a run had."""
+    return machine | {"workers": set(machine["workers"]), "worker_memory_bytes": None}
 
 
 def _differing(reports: Sequence[RunReport]) -> dict[str, list[Any]]:

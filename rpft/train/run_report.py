@@ -119,8 +119,13 @@ class RunReport:
 
     @property
     def skipped(self) -> list[int]:
-        """Steps whose gradient was not finite, or that were passed over: no update was made of them."""
-        return [line["step"] for line in self.steps if line.get("loss") is None]
+        """Steps whose loss or gradient was not finite, or that were passed over: no update was made of them."""
+        return [line["step"] for line in self.steps if line["loss"] is None or line["grad_norm"] is None]
+
+    @property
+    def resumable(self) -> bool:
+        """Whether there is a checkpoint to go on from that is whole by its sizes."""
+        return any(each.fault is None for each in self.checkpoints)
 
     @property
     def predicted(self) -> float | None:

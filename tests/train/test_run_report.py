@@ -172,7 +172,11 @@ def test_an_interrupted_run_is_stopped_and_says_where(fresh, monkeypatch, tmp_pa
     folder = made.folder / "cut"
     assert report_run(folder).standing == "stopped"
     seen = visible(page_of(folder, tmp_path))
-    assert re.search(r"Stopped behind step \d of 9; rpft train --resume goes on", seen)
+    assert re.search(r"Stopped behind step \d of 9; rpft train RECIPE --resume goes on", seen)
+    shutil.rmtree(folder / "checkpoints")
+    seen = visible(page_of(folder, tmp_path))
+    assert re.search(r"Stopped behind step \d of 9; nothing of it was saved", seen)
+    assert "--resume" not in seen
 
 
 def test_skipped_steps_rewinds_and_smaller_plans_are_marked_and_said(copy, tmp_path):
@@ -195,6 +199,15 @@ def test_skipped_steps_rewinds_and_smaller_plans_are_marked_and_said(copy, tmp_p
     assert text.count("class='event'>smaller plan<") == text.count("class='event'>back from 4<") >= 4
     told = json.loads(run_rpft("report", str(copy), "--json").out)
     assert told["skipped"] == [3, 4]
+
+
+def test_a_step_whose_gradient_alone_was_not_finite_is_a_skipped_one(copy):
+    lines = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["step"] == 3 and "loss" in line:
+            line.update(grad_norm=None, skipped_steps=1)
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert report_run(copy).skipped == [3]
 
 
 def test_a_run_without_about_json_and_plan_is_still_a_page(copy, tmp_path):
@@ -299,6 +312,14 @@ def test_what_cannot_be_compared_is_said(runs, copy):
     assert [any(word in said for said in cautions) for word in ("evaluations", "machines", "not finished")] == [
         True
     ] * 3
+
+
+def test_another_number_of_workers_is_not_another_machine(runs, copy):
+    about = json.loads((copy / "about.json").read_text())
+    for part in ("workers", "worker_memory_bytes"):
+        about["machine"][part] = about["machine"][part][:1]
+    (copy / "about.json").write_text(json.dumps(about))
+    assert read_runs([runs[1], copy], 8).cautions == ["the runs had 2, 1 workers: their speeds are not of as many"]
 
 
 @pytest.mark.parametrize(("picked", "said"), [([0], "give 2 to 8"), ([0, 1, 0], "is there twice")])
