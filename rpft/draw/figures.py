@@ -12,7 +12,7 @@ def duration(seconds: float) -> str:
 
 
 def short(value: float, digits: int = 4) -> str:
-    """A figure to ``digits`` digits, tiny and huge ones with a power of ten, in as few characters as that takes."""
+    """A figure to ``digits`` digits, tiny and huge ones as powers of ten, in as few characters as that takes."""
     if 1000 <= abs(value) < 1e7:
         return f"{value:,.0f}"
     if value and not 2e-3 <= abs(value) < 1e7:

@@ -1,8 +1,10 @@
 """A finished trace says how much copying hid behind compute, and is written as JSON and as a small picture."""
 
 import json
+import random
 import runpy
 import sys
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -118,6 +120,16 @@ def test_the_json_has_a_process_a_worker_and_a_thread_a_stream_and_reads_back_eq
     ]
     assert (drawn[0]["ts"], drawn[0]["dur"]) == (1e6, 3e6)
     assert read_chrome_trace(tmp_path / "trace.json") == trace
+
+
+def test_spans_that_follow_one_another_do_not_overlap_by_a_nanosecond_in_the_file(tmp_path):
+    rng = random.Random(0)
+    times = sorted(rng.uniform(0.0, 10.0) for _ in range(500))
+    spans = [Span(HOST, "optimizer", TASK, "", a, b, a) for a, b in pairwise(times)]
+    Trace([(HOST, "optimizer")], spans, 0.0, 10.0).write_chrome_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    drawn = [(round(e["ts"] * 1e3), round(e["dur"] * 1e3)) for e in events if e["ph"] == "X"]
+    assert all(ts + dur == following for (ts, dur), (following, _) in pairwise(drawn))
 
 
 def svg_of(trace, path):
