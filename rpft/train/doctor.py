@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import platform
+import resource
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,15 +18,17 @@ from rpft import files
 from rpft.draw.figures import duration
 from rpft.engine.device import Device, cuda_available, make_pool
 from rpft.errors import UserError
-from rpft.host import available_cores
+from rpft.host import available_cores, processor
 from rpft.machine import device_names, versions
 from rpft.model.scratch_file import lies_in_ram
 from rpft.optim.one_pass import FusedPass, prepare
+from rpft.peers import PEERS
 from rpft.plan.bill import available_host_bytes, gib
 from rpft.plan.disk_rate import turnover_rate
 from rpft.plan.profile import measure_host_memory, measure_link, measure_links_together
 from rpft.train.beside import measured_rate
 from rpft.train.kernels import choose_kernels
+from rpft.train.sinks import missing_packages
 
 Grade = Literal["good", "note", "fault"]
 
@@ -58,8 +62,10 @@ class Finding:
 
 
 def examine(folder: Path) -> Iterator[Finding]:
-    """Looks at versions, GPUs, links, kernels, RAM, optimizer and the disk of ``folder``; measures for seconds."""
+    """Looks at all that a run depends on, the disk of ``folder`` among it; measures for seconds."""
+    yield _machine()
     yield _versions()
+    yield _optional_packages()
     yield from _gpus()
     yield _kernels()
     yield _ram()
@@ -68,11 +74,27 @@ def examine(folder: Path) -> Iterator[Finding]:
     yield _disk(folder)
 
 
+def _machine() -> Finding:
+    cores, system = available_cores(), f"{platform.system()} {platform.release()}"
+    return Finding("machine", f"{processor()}, {cores} cores; {system}", "good", "", {"cores": cores})
+
+
 def _versions() -> Finding:
     found = versions() | {name: importlib.metadata.version(name) for name in _MORE_PACKAGES}
     return Finding(
         "versions", ", ".join(f"{name} {version}" for name, version in found.items()), "good", "", found
     )
+
+
+def _optional_packages() -> Finding:
+    services = missing_packages()
+    peers = {f"rpft bench --peers {p.name}": p.install for p in PEERS.values() if p.missing() is not None}
+    missing = services | peers
+    if not missing:
+        return Finding("optional packages", "all installed", "good", "", {"missing": {}})
+    cost = "not to be had without: " + ", ".join(f"{what} (pip install {name})" for what, name in missing.items())
+    found = f"{len(missing)} not installed"
+    return Finding("optional packages", found, "note", cost, {"missing": missing})
 
 
 def _gpus() -> Iterator[Finding]:
@@ -141,15 +163,19 @@ def _links(devices: list[Device]) -> Iterator[Finding]:
 
 
 def _page_locking(device: Device) -> Finding:
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    known = None if limit == resource.RLIM_INFINITY else limit
     locked = device.allocate_host(_TRIED_BYTES).is_pinned()
+    figures = {"allowed": locked, "limit_bytes": known}
+    said = f"{'allowed' if locked else 'refused'}; ulimit -l: {'unlimited' if known is None else gib(known)}"
     if locked:
-        return Finding("page-locking", "allowed", "good", "", {"allowed": True})
+        return Finding("page-locking", said, "good", "", figures)
     return Finding(
         "page-locking",
-        "refused",
+        said,
         "note",
         "copies run from pageable memory, several times slower; raise the limit: ulimit -l unlimited",
-        {"allowed": False},
+        figures,
     )
 
 
@@ -172,10 +198,10 @@ def _ram() -> Finding:
     largest = free / _BYTES_TRAINED / 1e9
     return Finding(
         "RAM",
-        f"{gib(total)}, {gib(free)} free; {available_cores()} cores",
+        f"{gib(total)}, {gib(free)} free",
         "note" if free < _LITTLE_RAM_BYTES else "good",
         f"holds about {largest:.2g} G trained parameters in bfloat16, or {8 * largest:.2g} G frozen ones",
-        {"total_bytes": total, "free_bytes": free, "cores": available_cores()},
+        {"total_bytes": total, "free_bytes": free},
     )
 
 

@@ -1,10 +1,12 @@
 """`rpft doctor`: everything is looked at, each finding says what it costs, and faults have an exit code."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from support.recipes import run_rpft
 
+from rpft.host import processor
 from rpft.train import doctor
 
 
@@ -28,7 +30,19 @@ def findings(folder):
 def test_everything_is_looked_at_and_the_disk_is_left_as_it_was(tmp_path):
     code, found = findings(tmp_path / "not" / "there" / "yet")
     assert code == 0
-    assert list(found) == ["versions", "GPU", "compiled layers", "RAM", "memory bandwidth", "optimizer", "disk"]
+    assert list(found) == [
+        "machine",
+        "versions",
+        "optional packages",
+        "GPU",
+        "compiled layers",
+        "RAM",
+        "memory bandwidth",
+        "optimizer",
+        "disk",
+    ]
+    assert processor() in found["machine"]["found"]
+    assert found["machine"]["figures"]["cores"] > 0
     assert found["optimizer"]["figures"]["updates"] == 2e9
     assert "an update of an 8B takes 4 s" in found["optimizer"]["cost"]
     assert found["disk"]["figures"]["write"] > 0
@@ -68,6 +82,31 @@ def test_a_missing_compiler_costs_speed_and_memory(tmp_path, monkeypatch):
     assert (found["optimizer"]["grade"], found["compiled layers"]["grade"]) == ("note", "note")
     assert "2 bytes a parameter more RAM" in found["optimizer"]["cost"]
     assert "no C++ compiler is found" in found["compiled layers"]["found"]
+
+
+def test_optional_packages_that_are_missing_are_named_with_what_cannot_be_had_without(tmp_path, monkeypatch):
+    missing = {"wandb", "deepspeed"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in missing else object())
+    [found] = [finding for finding in doctor.examine(tmp_path) if finding.what == "optional packages"]
+    assert (found.grade, found.found) == ("note", "2 not installed")
+    assert found.figures["missing"] == {"logging.wandb": "wandb", "rpft bench --peers deepspeed": "deepspeed"}
+    for said in ("logging.wandb (pip install wandb)", "rpft bench --peers deepspeed (pip install deepspeed)"):
+        assert said in found.cost
+    missing.clear()
+    assert doctor._optional_packages().grade == "good"
+
+
+def test_page_locking_is_said_with_the_limit_of_this_process(monkeypatch):
+    class Host:
+        def __init__(self, locked):
+            self.allocate_host = lambda num_bytes: SimpleNamespace(is_pinned=lambda: locked)
+
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (64 << 10, 64 << 10))
+    refused = doctor._page_locking(Host(False))
+    assert (refused.grade, refused.found) == ("note", "refused; ulimit -l: 64 KiB")
+    assert refused.figures == {"allowed": False, "limit_bytes": 65536}
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (doctor.resource.RLIM_INFINITY,) * 2)
+    assert doctor._page_locking(Host(True)).found == "allowed; ulimit -l: unlimited"
 
 
 def test_people_get_a_line_a_finding_and_what_it_costs(tmp_path):

@@ -64,10 +64,17 @@ _KINDS = [
 ]
 
 
+def missing_packages() -> dict[str, str]:
+    """Key of a service to its package, of those that are not installed; imports nothing."""
+    wanted = {kind.key: kind.package for kind in _KINDS if kind.package is not None}
+    return {key: package for key, package in wanted.items() if importlib.util.find_spec(package) is None}
+
+
 def refuse_without_packages(recipe: Recipe) -> None:
-    """UserError where a service is asked for whose package is not installed; imports nothing."""
+    """UserError where a service is asked for whose package is not installed."""
+    missing = missing_packages()
     for kind in _KINDS:
-        if kind.wanted(recipe) and kind.package is not None and importlib.util.find_spec(kind.package) is None:
+        if kind.key in missing and kind.wanted(recipe):
             raise UserError(
                 f"{kind.key} needs the package {kind.package}, which is not installed: `pip install"
                 f" {kind.package}`, or take the key out of the recipe"
