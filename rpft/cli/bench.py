@@ -186,6 +186,8 @@ def _run(
     file = None if json_file in (None, PRINTED) else Path(json_file)
     check_output("--json", file)
     check_output("--chart", outputs.chart)
+    if outputs.chart is not None and outputs.chart.suffix.lower() != ".svg":
+        raise UserError(f"--chart {outputs.chart}: the picture is SVG; give a name that ends in .svg")
     counts = None if workers is None else _counts(workers)
     recipe = load_recipe(path, overrides)
     from rpft.cli.train import set_up_process

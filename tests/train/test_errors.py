@@ -317,6 +317,7 @@ BAD_OPTIONS = {
         ["no model shape is called 'no'", "qwen3"],
     ),
     "bench --json": (["bench", "RECIPE", "--json", "no/x.json"], ["--json no/x.json: there is no folder no"]),
+    "bench --chart": (["bench", "RECIPE", "--chart", "x.png"], ["--chart x.png", "ends in .svg"]),
     "data --row": (["data", "RECIPE", "--row", "999"], ["has 24 rows; the last one is row 23"]),
     "data --html": (["data", "RECIPE", "--html", "folder"], ["--html folder"]),
     "report --html": (["report", "RUN", "--html", "/proc/x.html"], ["--html /proc/x.html: cannot be written"]),
