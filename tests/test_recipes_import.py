@@ -169,6 +169,15 @@ def test_every_key_of_the_file_is_accounted_for(folder: Path) -> None:
         assert not said & set(found.off_keys)
 
 
+def test_what_is_on_there_and_here_is_not_called_off(folder: Path) -> None:
+    text = f"{LLAMA_FACTORY}freeze_vision_tower: true\nfreeze_trainable_layers: 2\n"
+    found, _ = imported(text)
+    assert not {"stage", "eval_strategy"} & set(found.off_keys)
+    assert keys_with(found, Fate.CARRIED) >= {"stage", "eval_strategy"}
+    assert "freeze_vision_tower" in keys_with(found, Fate.OURS)
+    assert "freeze_trainable_layers" in keys_with(found, Fate.LOST)
+
+
 def test_every_key_of_both_programs_has_a_rule_that_says_something(folder: Path) -> None:
     """Whatever stands there: a rule either notes its key or counts it as off, and never fails on odd values."""
     for program in PROGRAMS:

@@ -12,6 +12,7 @@ from rpft.recipe.yaml_tree import Located
 
 _TEMPLATES = ("chatml", "gemma", "llama3", "mistral", "phi")
 _KERNELS = "engine.kernels: auto compiles layers where it can; the loss is computed in chunks"
+_OF_VISION = ("freeze_vision_tower", "freeze_multi_modal_projector")
 _ONE_METHOD = "adapter: {type: lora} or all weights are what there is"
 
 
@@ -40,7 +41,7 @@ def _stage(draft: Draft, key: str, node: Located) -> None:
     if stage == "pt":
         draft.note(Fate.CHANGED, key, node, "rows are read as text, and every token is trained")
     elif stage == "sft":
-        draft.off(key)
+        draft.note(Fate.CARRIED, key, node, "is what a run does: answers are trained")
     else:
         raise UserError(
             f"{node.where}: stage is {shown(stage)}, and rpft trains on rows with a loss on their tokens only: sft"
@@ -253,6 +254,7 @@ PATTERNS: tuple[tuple[str, Rule], ...] = (
     ("galore_*", lost("adamw is what there is; its moments lie in RAM")),
     ("apollo_*", lost("adamw is what there is; its moments lie in RAM")),
     ("badam_*", lost("adamw is what there is; its moments lie in RAM")),
+    *((name, ours("rows are text, so there is nothing else to freeze")) for name in _OF_VISION),
     ("freeze_*", lost(_ONE_METHOD)),
     ("swanlab_*", lost(NO_TRACKER)),
     ("use_swanlab", lost(NO_TRACKER)),

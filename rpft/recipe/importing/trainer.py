@@ -99,8 +99,11 @@ def strategy(path: str) -> Rule:
     """Whether a thing happens by steps, by epochs or not at all; the steps themselves stand in another key."""
 
     def rule(draft: Draft, key: str, node: Located) -> None:
-        if unquoted(node.plain()) in ("no", False, "steps"):
+        how = unquoted(node.plain())
+        if how in ("no", False):
             draft.off(key)
+        elif how == "steps":
+            draft.note(Fate.CARRIED, key, node, f"is {path}")
         else:
             draft.note(Fate.LOST, key, node, _BY_STEPS.format(ours=path))
 
