@@ -1,12 +1,13 @@
 """What the live console costs a run: steps with and without it in turn, and the processor time of its thread.
 
     python benchmarks/console.py MODEL_FOLDER [--steps 240] [--block 20] [--rows 4] [--sequence 128] [--workers 2]
+                                 [--device cpu]
 
-Trains every weight of the model on random tokens on the CPU pool, through the training loop, and draws on a
-terminal that nobody looks at: blocks of steps with the live display, with the steps that it has traced, and blocks
-without any. Prints by how much the median step of a block with it was longer than that of its neighbours without,
-which takes a quiet machine, and the share of a core that drawing and tracing took, which bounds it; --json FILE
-writes them.
+Trains every weight of the model on random tokens on the CPU pool or on GPUs, through the training loop, and
+draws on a terminal that nobody looks at: blocks of steps with the live display, with the steps that it has
+traced, and blocks without any. Prints by how much the median step of a block with it was longer than that of its
+neighbours without, which takes a quiet machine, and the share of a core that drawing and tracing took, which
+bounds it; --json FILE writes them.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from rich.console import Console
 
 from rpft.console.live import LiveReporter
 from rpft.engine.tracer import Recorder
+from rpft.machine import device_names
 from rpft.recipe.schema import Recipe
 from rpft.recipe.sections.checkpoint import Checkpoint
 from rpft.recipe.sections.data import Data
@@ -128,7 +130,7 @@ def make_recipe(arguments: argparse.Namespace, folder: Path) -> Recipe:
                 }
             ),
             "train": Train(gradient_accumulation_steps=arguments.rows, max_steps=arguments.steps),
-            "engine": Engine(device="cpu", workers=arguments.workers, cpu_threads=1),
+            "engine": Engine(device=arguments.device, workers=arguments.workers, cpu_threads=1),
             "checkpoint": Checkpoint(),
             "output_dir": str(folder / "out"),
         }
@@ -169,6 +171,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=4, help="microbatches of one row a step")
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -182,7 +185,7 @@ def main() -> int:
     slower, share = reporter.slower(), reporter.drawing_seconds / reporter.shown_seconds
     tracing = (sum(on_traces) + sum(notes) * note_seconds()) / reporter.shown_seconds
     step = statistics.median(s for _, seconds in reporter.blocks for s in seconds)
-    where = machine(["CPU"])
+    where = machine(device_names([device.torch_device for device in prepared.devices][:1]))
     print(f"{where}; {arguments.workers} workers, steps of {step:.3g} s, {len(slower)} blocks with the display")
     median = statistics.median(slower)
     print(f"with the live display a step takes {median:+.2%} (median; {min(slower):+.2%} to {max(slower):+.2%})")
