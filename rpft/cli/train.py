@@ -176,7 +176,9 @@ def _train(
         find_checkpoint(settings, False)  # another run may have begun here while this one was prepared
     log.open(output_dir)
     sinks = open_sinks(settings)
-    reporter = Audience(LastingReporter(make_reporter(console, settings.logging.every_steps)), sinks, quiet)
+    terminal = log.take_stdout() if console == "rich" and sys.stdout.isatty() else None
+    shown = LastingReporter(make_reporter(console, settings.logging.every_steps, terminal))
+    reporter = Audience(shown, sinks, quiet)
     log.show_through(reporter.warn)
     if console == "rich":
         log.take_python_stderr()

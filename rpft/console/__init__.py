@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TextIO
 
 from rpft.train.reporter import Reporter
 
@@ -19,12 +20,12 @@ def choose_console(console: str) -> str:
     return "rich" if sys.stdout.isatty() and not plain else "plain"
 
 
-def make_reporter(console: str, every_steps: int) -> Reporter:
-    """The reporter of ``logging.console``: a live display, or plain lines."""
+def make_reporter(console: str, every_steps: int, terminal: TextIO | None = None) -> Reporter:
+    """The reporter of ``logging.console``: a live display, on ``terminal`` or standard output, or plain lines."""
     if choose_console(console) == "rich":
-        from rpft.console.live import LiveReporter
+        from rpft.console.live import LiveReporter, Terminal
 
-        return LiveReporter()
+        return LiveReporter(Terminal(file=terminal, highlight=False))
     from rpft.console.plain import PlainReporter
 
     return PlainReporter(every_steps)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.console import Console, ConsoleDimensions, ConsoleOptions, Group, RenderResult
 from rich.control import Control
 from rich.live import Live
 from rich.text import Text
@@ -24,6 +25,18 @@ _SHORTEST_PAUSE = 0.5
 _CLOSE_SECONDS = 5.0
 _MOST_OF_THE_TIME = 0.002
 """The share of a core that drawing may take: after a frame there is a pause of so many times its length."""
+
+
+class Terminal(Console):
+    """A console whose size is that of the terminal it writes to, wherever the process's own streams lead."""
+
+    @property
+    def size(self) -> ConsoleDimensions:
+        try:
+            columns, lines = os.get_terminal_size(self.file.fileno())
+        except (OSError, ValueError):
+            columns, lines = 0, 0
+        return ConsoleDimensions(columns, lines) if columns and lines else super().size
 
 
 class _Frame:
@@ -46,8 +59,8 @@ class _Frame:
 class LiveReporter:
     """Draws from a thread of its own, so that no slow terminal holds up the run; what is said scrolls above."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False)
+    def __init__(self, console: Console) -> None:
+        self._console = console
         self._board = Board()
         self._error: OSError | None = None
         """What writing to the terminal gave in the drawing thread."""

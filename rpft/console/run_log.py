@@ -39,6 +39,8 @@ class RunLog:
     def __init__(self, take_stderr: bool) -> None:
         """``take_stderr``: also what libraries write to file descriptor 2; their lines bear no time."""
         self._takes_stderr = take_stderr
+        self._taken: list[int] = []
+        """File descriptors that lead to the log."""
         self._show: Callable[[str], None] = _print_warning
         self._lock = threading.RLock()  # a signal's handler may say something while its thread does
         self._undo: list[Callable[[], object]] = []
@@ -56,7 +58,7 @@ class RunLog:
         self.adopt()
         self._capture_warnings()
         if self._takes_stderr:
-            self._take_descriptor()
+            self._take_stderr()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -75,8 +77,8 @@ class RunLog:
                 file.write(block)
             self._file.close()
             self._file = file
-            if self._takes_stderr:
-                os.dup2(file.fileno(), 2)
+            for descriptor in self._taken:
+                os.dup2(file.fileno(), descriptor)
 
     def show_through(self, show: Callable[[str], None]) -> None:
         """From now on ``show`` is given what a person must know."""
@@ -86,6 +88,26 @@ class RunLog:
         """From now on also what Python code writes to standard error goes to the log, progress bars among it."""
         if self._takes_stderr:
             sys.stderr = _LogStream(self.write)
+
+    def take_stdout(self) -> TextIO:
+        """From now on what C++ code and child processes write to standard output goes to the log.
+
+        Gives the terminal, for a display, which alone may write to it. It is left open: a thread may still be
+        writing to a terminal that was halted.
+        """
+        python = sys.stdout
+        python.flush()
+        descriptor = os.dup(1)
+        terminal: TextIO = os.fdopen(os.dup(1), "w", encoding=python.encoding, errors=python.errors)
+        self._lead_to_log(1)
+
+        def undo() -> None:
+            python.flush()
+            os.dup2(descriptor, 1)
+            os.close(descriptor)
+
+        self._undo.append(undo)
+        return terminal
 
     def adopt(self) -> None:
         """Takes over from the libraries imported so far that have a handler of their own for standard error."""
@@ -138,14 +160,18 @@ class RunLog:
         warnings.showwarning = note
         self._undo.append(undo)
 
-    def _take_descriptor(self) -> None:
+    def _lead_to_log(self, descriptor: int) -> None:
+        os.dup2(self._file.fileno(), descriptor)
+        self._taken.append(descriptor)
+
+    def _take_stderr(self) -> None:
         python = sys.stderr
         python.flush()
         descriptor = os.dup(2)
         terminal: TextIO = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
         crashes = faulthandler.is_enabled()
         sys.stderr = terminal
-        os.dup2(self._file.fileno(), 2)
+        self._lead_to_log(2)
         faulthandler.enable(terminal)
 
         def undo() -> None:

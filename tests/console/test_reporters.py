@@ -1,8 +1,13 @@
 """What a person sees of a run: plain lines that programs can cut up, and a live display that fits a terminal."""
 
+import fcntl
 import io
+import os
+import pty
 import re
+import struct
 import sys
+import termios
 import threading
 from pathlib import Path
 
@@ -10,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from rpft.console import choose_console, make_reporter
-from rpft.console.live import LiveReporter
+from rpft.console.live import LiveReporter, Terminal
 from rpft.console.plain import PlainReporter
 from rpft.console.text import Pace
 from rpft.train.metrics import EvalRecord, StepRecord
@@ -248,6 +253,15 @@ def test_a_new_width_clears_the_screen_and_the_display_is_drawn_for_it():
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn_anew).replace("\r", "\n").splitlines()
     assert any("step 1/10" in line for line in lines)
     assert max(len(line.rstrip()) for line in lines) <= 60
+
+
+def test_the_display_has_the_size_of_its_own_terminal():
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 33, 77, 0, 0))
+    with os.fdopen(slave, "w") as file:
+        assert tuple(Terminal(file=file).size) == (77, 33)
+    os.close(master)
+    assert Terminal(file=io.StringIO()).width > 0
 
 
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch):

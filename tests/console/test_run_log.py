@@ -140,6 +140,26 @@ def test_nothing_but_our_own_lines_reaches_a_terminal_with_a_display(tmp_path):
     assert lines == ["[W] a library's own words", "[W] and more", "loading 100%", "a child"]
 
 
+OTHERS_ON_STDOUT = """
+import os, sys
+from pathlib import Path
+from rpft.console.run_log import RunLog
+with RunLog(take_stderr=True) as log:
+    terminal = log.take_stdout()
+    os.write(1, b"[W] a library's own words\\n")
+    log.open(Path(sys.argv[1]))
+    os.system("echo a child")
+    print("the display", file=terminal, flush=True)
+print("afterwards")
+"""
+
+
+def test_beside_a_display_nobody_else_writes_to_standard_output(tmp_path):
+    shown, status = on_a_terminal(OTHERS_ON_STDOUT, tmp_path)
+    assert (shown, status) == ("the display\nafterwards\n", 0)
+    assert lines_of(tmp_path) == ["[W] a library's own words", "a child"]
+
+
 def test_a_crash_says_on_the_terminal_where_it_was(tmp_path):
     shown, status = on_a_terminal(NOISE.format(end="os.abort()"), tmp_path)
     assert status < 0

@@ -293,7 +293,7 @@ def watch(
 ) -> None:
     """Has the steps and saves of this test's runs reported to the test, in the main thread."""
 
-    def make(console: str, every_steps: int) -> _Watched:
+    def make(console: str, every_steps: int, terminal: object) -> _Watched:
         return _Watched(every_steps, on_step, on_save)
 
     monkeypatch.setattr("rpft.console.make_reporter", make)
