@@ -163,7 +163,10 @@ class CheckpointFolder:
             if wrong is None:
                 return path
             logger.warning("checkpoint %s is not whole (%s); going back to the one before", path, wrong)
-        raise UserError(f"no whole checkpoint in {self.path} to resume from; leave out --resume to start anew")
+        raise UserError(
+            f"no whole checkpoint in {self.path} to resume from; leave out --resume to start anew, in another"
+            " output_dir where this one holds a run"
+        )
 
 
 def _name(step: int) -> str:

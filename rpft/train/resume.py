@@ -64,6 +64,11 @@ def find_checkpoint(recipe: Recipe, wanted: bool | str) -> Path | None:
         check_whole(Path(wanted))
         return Path(wanted)
     if MetricsFile(output_dir).path.exists():
+        if not checkpoint_folder(recipe).all():
+            raise UserError(
+                f"output_dir {output_dir} already holds a run, and no checkpoint for --resume to go on from: give"
+                " another output_dir"
+            )
         raise UserError(
             f"output_dir {output_dir} already holds a run: give --resume to go on with it, or another output_dir"
         )

@@ -356,6 +356,18 @@ def test_a_new_run_into_a_directory_that_holds_one_is_refused_with_advice(ten_ro
     assert made.outcome("unbroken").result == before
 
 
+def test_resume_is_advised_only_where_there_is_a_checkpoint(ten_rows):
+    made, _ = ten_rows
+    folder = made.folder / "broke off"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    ran = made.train("broke off")
+    assert (ran.code, "no checkpoint for --resume to go on from" in ran.err) == (2, True)
+    (folder / "checkpoints" / "step-00000001").mkdir()
+    ran = made.train("broke off")
+    assert (ran.code, "give --resume to go on with it" in ran.err) == (2, True)
+
+
 def test_a_result_folder_that_is_not_the_runs_own_is_never_replaced(ten_rows):
     made, _ = ten_rows
     shutil.copytree(made.folder / "base", made.folder / "mine" / "model")
