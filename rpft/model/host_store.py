@@ -101,6 +101,15 @@ class HostStore:
             layer.frozen = part
         self.frozen_is_sealed = True
 
+    def drop_gradients(self) -> None:
+        """Gives the RAM of all gradients back, when no step is to come.
+
+        It is never less than what saving the result takes anew: tensors that lie in slices are joined for that, in
+        the working precision, of which that of gradients is at least as wide.
+        """
+        for layer in self.layers:
+            layer.gradient = torch.empty(0, dtype=self.gradient_dtype)
+
     def __contains__(self, name: str) -> bool:
         return name in self._layer_of
 

@@ -113,6 +113,7 @@ class Trainer:
                 self._close(at_once=isinstance(error, StoppedAtOnce))
                 raise
             self._close()
+            self._store.drop_gradients()
             folder = self._save_result()
             self._metrics.sync()
             for path in frozen_files(self.output_dir):  # until now a resumed run could have used it again
