@@ -52,7 +52,7 @@ def generate(
     from rpft.train.generate import Speaker
 
     asked = sys.stdin.read() if prompt == "-" else prompt
-    speaker = Speaker(run, checkpoint, base)
+    speaker = Speaker(run, checkpoint, base, say=lambda line: typer.echo(line, err=True))
     try:
         if not as_json:
             typer.echo(f"{speaker.described}:", err=True)

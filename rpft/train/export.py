@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 import tempfile
@@ -15,28 +14,13 @@ import torch
 
 from rpft import files
 from rpft.errors import UserError
-from rpft.model.adapters import inject_lora, names_in_adapter, save_adapter
-from rpft.model.build import build_model
-from rpft.model.checkpoint import Checkpoint, read_config, resolve_checkpoint
-from rpft.model.cut import cut
-from rpft.model.layer_reader import LayerReader
-from rpft.model.layers import build_layers
-from rpft.model.layout import LayerLayout
-from rpft.model.merge import Drift, Merge, Tensors
+from rpft.model.adapters import names_in_adapter, save_adapter
+from rpft.model.merge import Drift, Tensors
 from rpft.model.save import SHARD_BYTES, write_config, write_layers, written_whole
-from rpft.model.skeleton import Skeleton
 from rpft.plan.bill import RESULT_EXTRAS_BYTES, gib
 from rpft.train.card import model_card
-from rpft.train.model_parts import lora_settings, read_scaled_config
-from rpft.train.run_folder import (
-    LATEST,
-    RunFolder,
-    TrainedFolder,
-    TrainedTensors,
-    asked_as_trained,
-    read_json,
-    trained_tensors,
-)
+from rpft.train.run_folder import LATEST, RunFolder, TrainedFolder, asked_as_trained, read_json
+from rpft.train.trained_model import Merged, TrainedModel, open_trained
 
 PROBE_TEXT = (
     "The committee met on Tuesday to decide how the river should be crossed. Three of its members wanted a bridge"
@@ -75,63 +59,6 @@ class Exported:
     drift: Drift | None
 
 
-@dataclass(frozen=True)
-class TrainedModel:
-    """A run's model without its weights, and where each of them is."""
-
-    run: RunFolder
-    trained: TrainedFolder
-    base: Path
-    """Whose files hold what was not trained; of a finished full run its result."""
-    config: Any
-    skeleton: Skeleton
-    peft_model: Any | None
-    layouts: list[LayerLayout]
-    tensors: TrainedTensors
-
-    def reader(self) -> LayerReader:
-        """Reads what was not trained."""
-        return LayerReader(Checkpoint(self.base), self.skeleton, self.layouts)
-
-
-def open_trained(run: RunFolder, trained: TrainedFolder, base: str | None, original: bool = True) -> TrainedModel:
-    """The model of ``run`` with the weights of ``trained``; UserError where something is missing or another's.
-
-    ``original``: whether the base model must be the unquantised one.
-    """
-    recipe = run.recipe
-    dtype = getattr(torch, recipe.model.dtype)
-    if recipe.adapter is None and trained.state is None:
-        folder, config = trained.path, read_config(trained.path)
-    else:
-        folder = base_folder(run, base)
-        if original and "quantization_config" in read_json(folder / "config.json"):
-            raise UserError(
-                f"the base model {folder} is quantised, and what was trained belongs into the original: give the"
-                " folder or hub id of the unquantised model with --base, or take the adapter with --adapter-only"
-            )
-        config = read_scaled_config(recipe, folder)
-    skeleton = cut(build_model(copy.deepcopy(config), dtype, recipe.model.attention))
-    peft_model = None
-    if recipe.adapter is not None:
-        peft_model = inject_lora(skeleton, lora_settings(recipe.adapter), base or recipe.model.path)
-    layouts = build_layers(skeleton, dtype)
-    tensors = trained_tensors(trained, layouts, peft_model)
-    return TrainedModel(run, trained, folder, config, skeleton, peft_model, layouts, tensors)
-
-
-def base_folder(run: RunFolder, base: str | None) -> Path:
-    """The folder of the base model; UserError with the way out where it is not to be had."""
-    model = run.recipe.model
-    try:
-        return resolve_checkpoint(base or model.path, None if base else model.revision)
-    except UserError as error:
-        raise UserError(
-            f"the base model of {run.path} is not where it was: {error}. If it has moved, give its folder with"
-            " --base; a relative path is looked for from the current directory"
-        ) from error
-
-
 def export_run(run: RunFolder, settings: ExportSettings, say: Callable[[str], None]) -> Exported:
     """Writes ``settings.out``, whole or not at all; UserError for what a person can change.
 
@@ -150,7 +77,7 @@ def export_run(run: RunFolder, settings: ExportSettings, say: Callable[[str], No
         if settings.adapter_only:
             write_adapter(model, settings.out, fresh)
         else:
-            drift = _write_model(model, settings, fresh, say)
+            drift = _write_model(run, trained, model, settings, fresh, say)
         tokenizer, _ = asked_as_trained(run, trained, model.base)
         tokenizer.save_pretrained(fresh)
         for pattern in _LICENCES:
@@ -211,30 +138,32 @@ def write_adapter(model: TrainedModel, out: Path, fresh: Path) -> None:
 
 
 def _write_model(
-    model: TrainedModel, settings: ExportSettings, fresh: Path, say: Callable[[str], None]
+    run: RunFolder,
+    trained: TrainedFolder,
+    model: TrainedModel,
+    settings: ExportSettings,
+    fresh: Path,
+    say: Callable[[str], None],
 ) -> Drift | None:
     dtype = settings.dtype or model.skeleton.model.dtype
-    merge, config = Merge(model.skeleton, model.layouts), copy.deepcopy(model.config)
-    if merge.unties:
+    merged = Merged(model, dtype)
+    if merged.unties:
         say("embedding and head were tied and get weights of their own: an adapter stands at one of them")
-        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
-    plain = cut(build_model(copy.deepcopy(config), dtype, model.run.recipe.model.attention))
-    specs = [spec for layout in build_layers(plain, dtype) for spec, _ in layout.own.values()]
-    _refuse_full_disk(settings.out, sum(spec.num_bytes for spec in specs))
-    tokenizer, asking = asked_as_trained(model.run, model.trained, model.base)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    _refuse_full_disk(settings.out, merged.num_bytes)
+    tokenizer, asking = asked_as_trained(run, trained, model.base)
+    positions = getattr(merged.config.get_text_config(), "max_position_embeddings", None)
     ids = None if model.peft_model is None else torch.tensor([tokenizer(PROBE_TEXT).input_ids[:positions]])
     drifts: list[Drift | None] = []
 
     def layers() -> Iterator[Tensors]:
-        for layer, (tensors, drift) in enumerate(merge.run(plain, model.reader(), model.tensors, dtype, ids)):
+        for layer, (tensors, drift) in enumerate(merged.layers(ids)):
             _refuse_overflow(tensors, layer, dtype)
             drifts.append(drift)
             yield tensors
 
-    write_config(config, dtype, fresh)
-    write_layers(plain, layers(), fresh, settings.shard_bytes)
-    content = generation_config(model.base, config, asking.end_ids())
+    write_config(merged.config, dtype, fresh)
+    write_layers(merged.skeleton, layers(), fresh, settings.shard_bytes)
+    content = generation_config(model.base, merged.config, asking.end_ids())
     (fresh / _GENERATION).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return drifts[-1]
 

@@ -11,6 +11,7 @@ from support.models import tiny_checkpoint
 from support.recipes import tiny_tokenizer
 
 from rpft.train import used_experts
+from rpft.train.asked_model import Loader
 from rpft.train.generate import Speaker
 
 pytestmark = [
@@ -37,7 +38,7 @@ def test_a_streamed_model_answers_as_one_on_the_gpu(
     expected = whole.answer("one two three", max_new_tokens=12)
     assert next(whole._model.parameters()).is_cuda
     room = int(0.6 * sum(p.nbytes for p in whole._model.parameters()))  # for one or two of the four blocks
-    monkeypatch.setattr(Speaker, "_device_limits", lambda self, num_tokens: {0: room})
+    monkeypatch.setattr(Loader, "_device_limits", lambda self, num_tokens: {0: room})
     streamed, brought = Speaker(folder), []
     some = used_experts._Used._some
 

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from support.quantised import as_dequantised, write_quantised
 from support.recipes import Project, Ran, chats, run_rpft, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
+from rpft import files
 from rpft.errors import UserError
 from rpft.train.generate import Speaker
 
@@ -130,14 +132,84 @@ def test_a_model_that_ram_does_not_hold_is_read_from_the_disk(full: Project) -> 
         speaker.close()
 
 
-def test_an_adapter_whose_base_ram_does_not_hold_is_to_be_merged_first(lora: Project, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="merge it with `rpft export`"):
-        Speaker(lora.folder / "out", ram_bytes=200_000).answer(ASKED, max_new_tokens=12)
-    folder = tmp_path / "merged"
-    assert run_rpft("export", str(lora.folder / "out"), "--out", str(folder)).code == 0
-    speaker = Speaker(folder, ram_bytes=200_000)
-    assert speaker.answer(ASKED, max_new_tokens=12).text == answer(lora.folder / "out")["text"]
+LITTLE_RAM = 150_000
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+ASKED_OF_DISK: dict[str, tuple[str, dict[str, Any] | None]] = {
+    "LoRA": ("llama", {"target_modules": ["q_proj", "v_proj", "lm_head"]}),
+    "at one of two tied weights": ("llama_tied", {"target_modules": ["embed_tokens", "q_proj"]}),
+    "DoRA": ("llama", {"target_modules": ["q_proj", "lm_head"], "dora": True}),
+    "experts": (
+        "qwen3_moe",
+        {"target_modules": [], "target_parameters": EXPERTS},
+    ),
+    "in full": ("olmoe", None),
+}
+
+
+@pytest.mark.parametrize("kind", ASKED_OF_DISK)
+def test_what_a_run_trained_and_ram_does_not_hold_is_merged_into_files_for_as_long_as_it_is_asked(
+    kind: str, fresh: Any
+) -> None:
+    family, adapter = ASKED_OF_DISK[kind]
+    sections = {**SAVING, "train": {"max_steps": 2, "learning_rate": 5e-2}}
+    made = fresh(family, sections=sections if adapter is None else {**sections, "adapter": {"r": 4, **adapter}})
+    made.train_well("out")
+    run, said = made.folder / "out", []
+    whole = Speaker(run, "step-00000002")
+    expected = whole.answer(ASKED, max_new_tokens=12).text
+    base = Speaker(run, "base")
+    assert expected != base.answer(ASKED, max_new_tokens=12).text
+    streamed = Speaker(run, "step-00000002", ram_bytes=LITTLE_RAM, say=said.append)
+    assert streamed.answer(ASKED, max_new_tokens=12).text == expected
+    assert "disk" in streamed._model.hf_device_map.values()
+    assert len(said) == len(list(run.glob(".rpft-generate-*/*.safetensors"))) == 1, "no stack is written twice"
+    for speaker in (whole, base, streamed):
+        speaker.close()
+    assert not list(run.glob(".rpft-generate-*"))
+
+
+@pytest.mark.parametrize("ram_bytes", [None, LITTLE_RAM], ids=["in RAM", "from the disk"])
+@pytest.mark.parametrize("asked", ["latest", "base"])
+def test_a_run_of_a_quantised_checkpoint_answers_as_transformers_with_its_dequantised_weights(
+    asked: str, ram_bytes: int | None, lora: Project, tmp_path: Path
+) -> None:
+    base, run = lora.folder / "base", lora.folder / "quantised run"
+    if not run.exists():
+        write_quantised(base, lora.folder / "nf4", nested=True)
+        tiny_tokenizer().save_pretrained(lora.folder / "nf4")
+        lora.train_well("quantised run", f"model.path={lora.folder / 'nf4'}", "model.quantize=nf4")
+    model: Any = AutoModelForCausalLM.from_pretrained(base)
+    as_dequantised(model, "nf4")
+    model.save_pretrained(tmp_path)
+    if asked == "latest":
+        model = PeftModel.from_pretrained(model, str(run / "adapter"))
+    speaker, ids = Speaker(run, asked, ram_bytes=ram_bytes), torch.arange(5, 45).view(1, -1)
+    said = speaker.answer(ASKED, max_new_tokens=12).text
+    with torch.no_grad():
+        found, wanted = (each.eval()(input_ids=ids).logits for each in (speaker._model, model))
+    assert torch.allclose(found, wanted, atol=1e-5)
+    assert said == expected(tmp_path, run / "adapter" if asked == "latest" else None)
     speaker.close()
+    speaker = Speaker(lora.folder / "nf4", ram_bytes=ram_bytes)
+    assert speaker.answer(ASKED, max_new_tokens=12).text == expected(tmp_path)
+    speaker.close()
+
+
+def test_an_adapter_of_no_run_is_to_be_merged_first_where_ram_does_not_hold_its_base(lora: Project) -> None:
+    with pytest.raises(UserError, match="merge it first"):
+        Speaker(lora.folder / "out" / "adapter", ram_bytes=LITTLE_RAM).answer(ASKED, max_new_tokens=12)
+
+
+@pytest.mark.parametrize(("family", "adapter"), [("llama", {"r": 4}), ("mixtral", None)])
+def test_a_disk_without_room_for_what_must_be_written_is_refused(
+    family: str, adapter: Any, fresh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = fresh(family, sections={"train": {"max_steps": 1}, **({"adapter": adapter} if adapter else {})})
+    made.train_well("out")
+    monkeypatch.setattr(files, "free_bytes", lambda path: 1000)
+    with pytest.raises(UserError, match=r"are to be written into .*out, where 1 KiB are free"):
+        Speaker(made.folder / "out", ram_bytes=LITTLE_RAM).answer(ASKED, max_new_tokens=12)
+    assert not list((made.folder / "out").glob(".rpft-generate-*"))
 
 
 def test_sampling_draws_and_greedy_answers_repeat(full: Project) -> None:
