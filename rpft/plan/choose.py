@@ -137,8 +137,7 @@ def choose_plan(
     if within(vram_bytes)(single):  # balanced forward stages hold several layers, which here is too many
         return single
     plan = balanced_plan(costs_of(smallest), num_workers, num_microbatches, rounds, smallest, _has_smallest_stages)
-    assert plan is not None
-    return plan
+    return single if plan is None else plan  # layers much smaller than others are never balanced alone
 
 
 def _could_be_faster(grain: str, found: tuple[Plan, float], seconds: Seconds, behind: float) -> bool:

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from support.models import tiny_config
 
 from rpft.model.adapters import LoraSettings, inject_lora
 from rpft.model.build import build_model
 from rpft.model.cut import cut
-from rpft.model.cut_experts import ever_more_groups
+from rpft.model.cut_experts import cut_experts, ever_more_groups
 from rpft.model.layers import build_layers
 from rpft.model.moments import StateFormat
 from rpft.model.quant_choice import quantize_base
@@ -155,6 +156,17 @@ def test_deepseek_v3_fits_a_card_of_24_gib_only_with_its_experts_in_layers_of_th
     assert bill.device_parts["a weight, dequantised"] == 128 * 2 * 2048 * 7168 * 2
     whole = sum(layout.num_parameters for layout in build_layers(skeleton, torch.bfloat16))
     assert sum(layout.num_parameters for layout in layouts) == whole
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_where_nothing_fits_there_is_a_plan_of_small_stages_all_the_same(groups: int):
+    """Whose bill says by how much: also where layers are so uneven that none is balanced alone."""
+    config = tiny_config("qwen3_moe", num_experts=8)
+    skeleton = cut_experts(cut(build_model(config, torch.bfloat16, "auto")), groups, torch.bfloat16)
+    layouts = build_layers(skeleton, torch.bfloat16)
+    plan = choose_plan(layouts, skeleton, Workload(model_shape(config, 2), 64, 4, False), 2, 4, "auto", 1, None)
+    plan.check(len(layouts))
+    assert max(len(stage.layers) for stage in plan.backward) <= 2
 
 
 @pytest.mark.parametrize(
