@@ -6,17 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.adapters import peft_change
 from support.engines import Outcome, plan_of, random_batches, run_engine
 from support.models import load
 from support.plain_loop import PlainOutcome, plain_loop
 from support.quantised import as_dequantised, quantised_store, write_quantised
 
 from rpft.errors import UserError
-from rpft.model.adapters import LoraSettings, initialise_lora
+from rpft.model.adapters import LoraSettings
 from rpft.model.quant import QuantKind
 from rpft.model.quant_weight import open_weights
 from rpft.optim.adamw import AdamW
@@ -32,26 +32,6 @@ def batches_of(step: int) -> list[Any]:
     return random_batches(4, step)
 
 
-def with_lora(folder: Path, dtype: torch.dtype, prepare: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Makes of a model what peft trains, with the same first adapters as the engine."""
-    start = load(folder, dtype, LORA)
-    initialise_lora(start.skeleton, start.store, SEED)
-
-    def change(model: Any) -> Any:
-        prepare(model)
-        config = peft.LoraConfig(
-            r=LORA.r, lora_alpha=int(LORA.alpha), target_modules=list(LORA.target_modules), task_type="CAUSAL_LM"
-        )
-        model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if parameter.requires_grad:
-                    parameter.copy_(start.store.tensor(name.removeprefix("base_model.model.")))
-        return model
-
-    return change
-
-
 def plain(folder: Path, dtype: torch.dtype, steps: int, prepare: Callable[[Any], Any]) -> PlainOutcome:
     return plain_loop(
         folder,
@@ -62,7 +42,7 @@ def plain(folder: Path, dtype: torch.dtype, steps: int, prepare: Callable[[Any],
         eps=ALGORITHM.eps,
         max_grad_norm=1.0,
         dtype=dtype,
-        change=with_lora(folder, dtype, prepare),
+        change=peft_change(folder, LORA, SEED, prepare, dtype),
     )
 
 

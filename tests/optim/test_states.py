@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from support.eight_bits import in_eight_bits
 
 from rpft.model import dynamic_map
 from rpft.model.dropout import draws, halves
@@ -78,21 +79,6 @@ def rounded(values, drawn):
     """To the bfloat16 away from zero where the draw is above what is left to it."""
     bits = values.view(torch.int32).long()
     return ((bits + drawn) >> 16 << 16).to(torch.int32).view(torch.float32)
-
-
-def in_eight_bits(values, signed):
-    """Every value by the nearest of its block's 256, found by looking at all of them; a square never by zero."""
-    found = []
-    for block in values.split(BLOCK):
-        scale = block.abs().max()
-        levels = dynamic_map.values(signed)
-        scaled = block / scale if scale else block
-        distance = (scaled.double()[:, None] - levels.double()).abs()
-        number = distance.argmin(1)
-        if not signed:
-            number = torch.where((number == 0) & (block > 0), 1, number)
-        found.append(levels[number] * scale)
-    return torch.cat(found)
 
 
 @pytest.mark.parametrize("length", LENGTHS)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 
 from rpft.model.adapters import LoraSettings, initialise_lora, save_lora
@@ -58,3 +60,28 @@ def save(loaded: Loaded, folder: Path) -> Path:
     folder.mkdir()
     save_lora(loaded.peft_model, loaded.store, folder)
     return folder
+
+
+def peft_change(
+    folder: Path,
+    lora: LoraSettings,
+    seed: int,
+    prepare: Callable[[Any], Any] = lambda model: None,
+    dtype: torch.dtype = torch.float32,
+) -> Callable[[Any], Any]:
+    """Makes of a model, once it is prepared, what peft trains, with an engine's first adapters."""
+    start = load_lora(folder, lora, seed, dtype)
+
+    def change(model: Any) -> Any:
+        prepare(model)
+        config = peft.LoraConfig(
+            r=lora.r, lora_alpha=int(lora.alpha), target_modules=list(lora.target_modules), task_type="CAUSAL_LM"
+        )
+        model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(start.store.tensor(name.removeprefix("base_model.model.")))
+        return model
+
+    return change

@@ -38,6 +38,7 @@ def plain_loop(
     delayed: bool = False,
     change: Callable[[Any], Any] = lambda model: model,
     router_loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    optimizer_class: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> PlainOutcome:
     """Trains the model in ``folder``; ``delayed`` applies each gradient after the next step's is known.
 
@@ -49,7 +50,7 @@ def plain_loop(
     masters = {name: parameter.detach().float().clone() for name, parameter in working.items()}
     plain = [m for name, m in masters.items() if m.dim() < 2 or name.endswith("bias")]
     matrices = [m for name, m in masters.items() if not (m.dim() < 2 or name.endswith("bias"))]
-    optimizer = torch.optim.AdamW(
+    optimizer = optimizer_class(
         [{"params": matrices, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}],
         lr=learning_rate,
         eps=eps,
