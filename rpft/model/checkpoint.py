@@ -12,6 +12,14 @@ import torch
 from safetensors import safe_open
 
 from rpft.errors import UserError
+from rpft.model.float_files import (
+    BLOCKS,
+    SCALES,
+    dequantize_fp8,
+    dequantize_mxfp4,
+    find_float_weights,
+    scale_of,
+)
 from rpft.model.quant import PackedWeight, Parts
 from rpft.model.quant_files import check_config, find_stored, read_dequantized, read_parts
 
@@ -77,7 +85,9 @@ class Checkpoint:
         self._file_of = self._read_index() if weights or any(folder.glob(_HUB_WEIGHTS)) else {}
         self._open = threading.local()
         self.stored = find_stored(self._file_of)
-        """What of it is quantised."""
+        """What of it is quantised by bitsandbytes."""
+        self.floats = find_float_weights(self._file_of)
+        """What of it is in FP8 or MXFP4."""
 
     def _read_index(self) -> dict[str, Path]:
         index, single = self.folder / _INDEX, self.folder / _SINGLE
@@ -111,21 +121,41 @@ class Checkpoint:
 
     def names(self) -> Iterable[str]:
         """Tensor names as they stand in the files, file by file; of a quantised weight its own."""
-        return (name for name in self._file_of if name not in self.stored.parts)
+        for name in self._file_of:
+            if name not in self.stored.parts and name not in self.floats.parts:
+                yield name
+            elif name.endswith(BLOCKS) and name.removesuffix(BLOCKS) in self.floats.mxfp4:
+                yield name.removesuffix(BLOCKS)
 
     def files(self) -> set[Path]:
         """The safetensors files."""
         return set(self._file_of.values())
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, a view of the mapped file; a quantised one dequantised, in float32."""
+        """One tensor, a view of the mapped file; a quantised one dequantised, in float32. No stack in MXFP4."""
         if name in self.stored.weights:
             return read_dequantized(name, self._read, self._file_of, str(self._file_of[name]))
+        if name in self.floats.fp8:
+            where = f"{self._file_of[name]}: {name}"
+            return dequantize_fp8(self._read(name), self._read(scale_of(name)), self._fp8_block(), where)
         return self._read(name)
+
+    def num_experts(self, name: str) -> int:
+        """Of a stack in MXFP4."""
+        return len(self._read(name + BLOCKS))
+
+    def read_expert(self, name: str, number: int) -> torch.Tensor:
+        """One expert of a stack in MXFP4, dequantised, in float32."""
+        return dequantize_mxfp4(self._read(name + BLOCKS)[number], self._read(name + SCALES)[number])
 
     def read_parts(self, name: str, packed: PackedWeight) -> Parts:
         """The parts of a quantised tensor, which must be as ``packed`` says."""
         return read_parts(name, packed, self._read, self._file_of, str(self._file_of[name]))
+
+    def _fp8_block(self) -> tuple[int, int]:
+        config = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
+        rows, columns = config["quantization_config"]["weight_block_size"]
+        return rows, columns
 
     def _read(self, name: str) -> torch.Tensor:
         """What stands in a file. Every thread has one file open, the one it read last."""

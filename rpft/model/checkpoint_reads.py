@@ -47,9 +47,14 @@ def plan_reads(
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     known: dict[str, Any] = dict.fromkeys(skeleton.state_names, True)
+
+    def read_expert(target: str, key: str, number: int) -> dict[str, Expert]:
+        return {target: Expert(number, checkpoint.read_expert(key, number))}
+
     converted: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
     reads: dict[str, ReadTensors] = {}
     unexpected: set[str] = set()
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     for key in checkpoint.names():
         prefix = model.base_model_prefix
         target, pattern = rename_source_key(key, renamings, converters, prefix, known)
@@ -61,6 +66,12 @@ def plan_reads(
                 unexpected.add(key)
         elif pattern is None and key in checkpoint.stored.weights and _is_nf4(packed.get(target)):
             reads[target] = lambda key=key, target=target: {target: checkpoint.read_parts(key, packed[target])}
+        elif pattern is None and key in checkpoint.floats.mxfp4:
+            count, wanted = checkpoint.num_experts(key), shapes[target][0]
+            if count != wanted:
+                raise UserError(f"{checkpoint.folder}: {key} has {count} experts, the config asks for {wanted}")
+            for number in range(count):
+                reads[f"{target}[{number}]"] = partial(read_expert, target, key, number)
         elif pattern is None:
             reads[target] = lambda key=key, target=target: {target: checkpoint.read(key)}
         else:
@@ -87,7 +98,6 @@ def plan_reads(
         (made,) = convert(target, converter, parts).values()
         return {target: Expert(number, made[0])}
 
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     for target, (converter, parts) in converted.items():
         parts.sort(key=lambda part: _natural(part[0]))
         experts = _experts_apart(converter, parts, shapes.get(target))

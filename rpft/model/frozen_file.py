@@ -26,7 +26,7 @@ from rpft.errors import UserError
 from rpft.model.layout import LayerLayout, align
 
 _NAME = re.compile(r"frozen-[0-9a-f]{32}\.bin(\.partial)?")
-_CODE = ("checkpoint.py", "frozen_file.py", "layout.py", "quant*.py")
+_CODE = ("checkpoint.py", "float_files.py", "frozen_file.py", "layout.py", "quant*.py")
 """Whose change may change the bytes."""
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from rpft.errors import UserError
+from rpft.model.float_files import is_read
 from rpft.model.quant import BLOCK, NESTED_BLOCK, PackedWeight, Parts
 from rpft.model.quant_weight import open_weights
 
@@ -46,13 +47,16 @@ def find_stored(names: Iterable[str]) -> StoredWeights:
 
 
 def check_config(settings: Any, where: str) -> None:
-    """UserError where ``quantization_config`` of a checkpoint is not that of bitsandbytes's nf4."""
+    """UserError where ``quantization_config`` of a checkpoint is of a kind that is not read."""
     values = settings if isinstance(settings, dict) else settings.to_dict()
+    if is_read(values):
+        return
     method, kind = values.get("quant_method"), values.get("bnb_4bit_quant_type", "fp4")
     if method != "bitsandbytes" or not values.get("load_in_4bit"):
         raise UserError(
             f"{where}: the checkpoint is quantised ({method or 'in some way'}); of quantised ones those in nf4 by"
-            " bitsandbytes are read. Give one in bfloat16 or float32, which model.quantize can quantise"
+            " bitsandbytes, in FP8 with factors for blocks and in MXFP4 are read. Give one of these, or one in"
+            " bfloat16 or float32, which model.quantize can quantise"
         )
     if kind != "nf4":
         raise UserError(f"{where}: the checkpoint is quantised to {kind}; of 4 bits nf4 is read")

@@ -31,7 +31,7 @@ from rpft.model.checkpoint import Checkpoint
 from rpft.model.parts import is_stack
 from rpft.model.save import SHARD_BYTES, write_config, write_shards
 from rpft.plan.bill import gib
-from rpft.train.trained_model import Merged, TrainedModel, is_quantised, open_untrained
+from rpft.train.trained_model import Merged, TrainedModel, open_untrained, quantised_by
 from rpft.train.used_experts import upload_only_used_experts
 
 _DEVICE_RESERVE = 2 << 30
@@ -80,7 +80,7 @@ class Loader:
         """``ram_bytes``: for weights. ``path``: on whose disk files may be written, which ``cleanup`` removes."""
         self._source, self._ram_bytes, self._path = source, ram_bytes, path
         self._cleanup, self._say = cleanup, say
-        self._quantised = is_quantised(source.folder)
+        self._quantised = quantised_by(source.folder) is not None
         """So that transformers does not read it without the library that made it."""
 
     def load(self, num_tokens: int) -> Any:

@@ -78,7 +78,7 @@ def open_trained(run: RunFolder, trained: TrainedFolder, base: str | None, origi
         folder, config = trained.path, read_config(trained.path)
     else:
         folder = base_folder(run, base)
-        if original and is_quantised(folder):
+        if original and quantised_by(folder) == "bitsandbytes":
             raise UserError(
                 f"the base model {folder} is quantised, and what was trained belongs into the original: give the"
                 " folder or hub id of the unquantised model with --base, or take the adapter with --adapter-only"
@@ -101,9 +101,10 @@ def open_untrained(folder: Path, config: Any, dtype: torch.dtype) -> TrainedMode
     )
 
 
-def is_quantised(folder: Path) -> bool:
-    """Whether the weights in ``folder`` are."""
-    return "quantization_config" in read_json(folder / "config.json")
+def quantised_by(folder: Path) -> str | None:
+    """The method, if the weights in ``folder`` are quantised; but for bitsandbytes models are published so."""
+    settings = read_json(folder / "config.json").get("quantization_config")
+    return None if settings is None else str(settings.get("quant_method"))
 
 
 def base_folder(run: RunFolder, base: str | None) -> Path:
