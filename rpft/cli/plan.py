@@ -203,9 +203,7 @@ def _say_what_would_fit(report: PlanReport) -> None:
         )
         return
     enough = "" if any(change.fits for change in report.changes) else ", which is not enough"
-    typer.echo(
-        f"error: this does not fit: too little {names}. What changes it most, each tried alone{enough}:", err=True
-    )
+    typer.echo(f"error: this does not fit: too little {names}. What changes it most{enough}:", err=True)
     for change in report.changes:
         saved = ", ".join(
             f"{memory[name].name} {gib(change.memory[name])}, {less(memory[name].takes - change.memory[name])}"

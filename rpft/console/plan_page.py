@@ -117,7 +117,7 @@ def _changes(report: PlanReport) -> Iterator[str]:
     if not report.changes:
         yield "<p>None of the settings that were tried makes a difference worth naming.</p>"
         return
-    yield "<p class='soft'>Each was tried alone, and planned anew.</p><table class='loose'>"
+    yield "<p class='soft'>Each line was tried without the others, and planned anew.</p><table class='loose'>"
     for change in report.changes:
         cells = f"<td><code>{_breakable(change.setting)}</code></td>"
         if report.planned.fits:

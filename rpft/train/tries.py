@@ -1,4 +1,4 @@
-"""What other settings would do to memory and speed: each is planned, none is guessed."""
+"""What other settings would do to memory and speed, alone and together: each is planned, none is guessed."""
 
 from __future__ import annotations
 
@@ -23,13 +23,21 @@ from rpft.train.rows import PAD_TO_MULTIPLE
 _WORTH_A_CHANGE = 0.01
 """Share of the tokens a second that a setting must add to be worth naming."""
 
+_MOST_TOGETHER = 3
+"""Settings that are tried together: each on top takes as long as all that were tried alone."""
+
 
 @dataclass(frozen=True)
 class Tried:
     """A setting, as it would stand on the command line, and what came of it."""
 
     setting: str
+    """Or several, with blanks between them."""
     planned: Planned
+
+    @property
+    def key(self) -> str:
+        return self.setting.partition("=")[0]
 
     @property
     def tokens_per_second(self) -> float:
@@ -46,7 +54,17 @@ class _Change:
 
 
 def smaller(planned: Planned, count: int = 3) -> list[Tried]:
-    """Those ``count`` settings that save most of the memory which ``planned`` is short of, the best first."""
+    """Those ``count`` settings that save most of the memory which ``planned`` is short of, those that fit first.
+
+    Where none fits alone, one more: of several that fit together, if up to ``_MOST_TOGETHER`` do.
+    """
+    found = _by_saving(planned)
+    together = None if not found or found[0].planned.fits else _together(planned, found)
+    return found[:count] + ([] if together is None else [together])
+
+
+def _by_saving(planned: Planned) -> list[Tried]:
+    """All settings that save memory which ``planned`` is short of, each alone."""
     short = {name: limit for name in planned.short_of if (limit := planned.limits[name])}
 
     def saved(tried: Tried) -> float:
@@ -54,7 +72,27 @@ def smaller(planned: Planned, count: int = 3) -> list[Tried]:
         return sum((planned.needs[name] - now[name]) / limit for name, limit in short.items())
 
     found = [(saved(tried), tried) for tried in _tried(planned, _smaller_changes(planned))]
-    return [tried for gain, tried in sorted(found, key=lambda item: -item[0]) if gain > 0][:count]
+    found = [(gain, tried) for gain, tried in found if gain > 0]
+    return [tried for _, tried in sorted(found, key=lambda item: (not item[1].planned.fits, -item[0]))]
+
+
+def _together(planned: Planned, found: list[Tried]) -> Tried | None:
+    """Settings that fit together: the first of ``found``, and on top of it again what then saves most."""
+    for name in planned.short_of:
+        needed, limit = planned.needs[name], planned.limits[name]
+        saved = sorted((needed - tried.planned.needs[name] for tried in found), reverse=True)
+        if limit is not None and needed - sum(saved[:_MOST_TOGETHER]) > limit:
+            return None  # nor would they together
+    best, settings = found[0], {found[0].key: found[0].setting}
+    for _ in range(_MOST_TOGETHER - 1):
+        found = _by_saving(best.planned)
+        if not found:
+            return None
+        best = found[0]
+        settings[best.key] = best.setting
+        if best.planned.fits:
+            return Tried(" ".join(settings.values()), best.planned)
+    return None
 
 
 def refuse_unless_fits(planned: Planned) -> None:
@@ -126,7 +164,7 @@ def _advice(planned: Planned) -> str:
         found.append(f"{tried.setting} ({needs}{'; fits' if tried.planned.fits else ''})")
     if not found:
         return "None of the settings that were tried needs less"
-    return f"Of the settings that were tried alone these need least: {', '.join(found)}"
+    return f"Of the settings that were tried these need least: {', '.join(found)}"
 
 
 def less(num_bytes: int) -> str:

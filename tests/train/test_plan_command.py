@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from types import SimpleNamespace
 
 import pytest
 from support.recipes import run_rpft
@@ -11,6 +12,7 @@ from rpft.plan import profile_file
 from rpft.plan.plan import read_plan
 from rpft.plan.profile_file import read_profile
 from rpft.recipe.load import load_recipe
+from rpft.train import tries
 from rpft.train.measuring import Workbench
 from rpft.train.prepare import plan_here, prepare, set_up
 from rpft.train.tries import smaller
@@ -167,6 +169,32 @@ def test_the_settings_named_are_those_that_save_most_of_what_is_short(profiled, 
     words = ["engine.ram_limit=1GiB", found[1].setting]
     bench = set_up(load_recipe(profiled[0].recipe, words))
     assert plan_here(bench, None).memory["host_bytes"] == pytest.approx(needs[1], rel=0.01)
+
+
+def test_where_no_setting_does_alone_several_are_named_that_fit_together(fresh):
+    sections = {"adapter": {"r": 4}, "model": {"dtype": "bfloat16"}, "train": {"micro_batch_size": 4}}
+    made = fresh("llama", sections=sections, hidden_size=256, intermediate_size=4096)
+    words = ["--machine", "8x4090", "engine.workers=1", "engine.vram_limit=24MiB", "engine.ram_limit=2570MiB"]
+    ran = run_rpft("plan", str(made.recipe), *words)
+    assert ran.code == 2
+    *alone, together = ran.err.splitlines()[1:]
+    assert len(alone) == 3
+    assert not any("fits" in line for line in alone)
+    settings = together.strip().partition(": ")[0].split(" ")
+    assert len(settings) in (2, 3)
+    assert together.endswith("that fits")
+    assert plan_json(made, *words, *settings)["fits"] is True
+
+
+def test_what_does_alone_comes_first_though_another_setting_saves_more(monkeypatch):
+    def needing(ram, vram):
+        return SimpleNamespace(needs={"host_bytes": ram, "vram_bytes": vram}, fits=max(ram, vram) <= 100)
+
+    planned = SimpleNamespace(short_of=["host_bytes", "vram_bytes"], **vars(needing(400, 110)))
+    planned.limits = {"host_bytes": 100, "vram_bytes": 100}
+    found = [tries.Tried("more=1", needing(50, 110)), tries.Tried("enough=1", needing(100, 100))]
+    monkeypatch.setattr(tries, "_tried", lambda planned, changes: iter(found))
+    assert [tried.setting for tried in smaller(planned)] == ["enough=1", "more=1"]
 
 
 def test_a_plan_for_a_machine_that_is_not_there_needs_no_gpu_and_fits_its_cards(profiled, nothing_is_measured):
