@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.adapters import LORA, load_lora, randomise, save
 from support.models import tiny_checkpoint
+from support.quantised import write_quantised
 from support.recipes import tiny_tokenizer
 
 from rpft.train import used_experts
@@ -54,3 +55,27 @@ def test_a_streamed_model_answers_as_one_on_the_gpu(
     assert placed & {0, "cuda:0", torch.device("cuda", 0)}
     for speaker in (whole, streamed):
         speaker.close()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_what_ram_does_not_hold_is_merged_into_files_and_streamed_from_them(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a quantised checkpoint, which no library reads here; a run's adapter and masters go the same way."""
+    torch.use_deterministic_algorithms(False)
+    tiny_checkpoint(tmp_path / "base", family)
+    write_quantised(tmp_path / "base", tmp_path / "nf4", nested=True, skip="experts")
+    tiny_tokenizer().save_pretrained(tmp_path / "nf4")
+    whole = Speaker(tmp_path / "nf4")
+    expected = whole.answer("one two three", max_new_tokens=12)
+    assert next(whole._model.parameters()).is_cuda
+    room = int(0.4 * sum(p.nbytes for p in whole._model.parameters()))
+    monkeypatch.setattr(Loader, "_device_limits", lambda self, num_tokens: {0: room})
+    streamed = Speaker(tmp_path / "nf4", ram_bytes=150_000)
+    assert streamed.answer("one two three", max_new_tokens=12).text == expected.text
+    placed = set(streamed._model.hf_device_map.values())
+    assert "disk" in placed
+    assert placed & {0, "cuda:0", torch.device("cuda", 0)}
+    for speaker in (whole, streamed):
+        speaker.close()
+    assert not list((tmp_path / "nf4").glob(".rpft-generate-*"))
