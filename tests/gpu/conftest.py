@@ -34,10 +34,11 @@ def deterministic() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_left_on_a_device() -> Iterator[None]:
-    """Tests have caps far below what cycles of an earlier one may still hold."""
+    """Tests have caps far below what cycles of an earlier one, and workspaces of its streams, may still hold."""
     yield
     gc.collect()
-    torch.cuda.empty_cache()
+    for index in range(torch.cuda.device_count()):
+        CudaDevice(index, None).reclaim()
 
 
 _SHARED = SharedFunctions(deterministic=True)
