@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from rpft.model.graph_nodes import RESHAPES
+from rpft.model.operations import nothing, operation
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -20,15 +21,10 @@ _FEW = 8
 """A product over so many times fewer elements than the other is little work beside the memory of its result."""
 
 
-@torch.library.custom_op("rpft::add_scaled_product", mutates_args=("total",))
+@operation("add_scaled_product(Tensor(a!) total, Tensor left, Tensor right, float scale) -> ()", nothing)
 def add_scaled_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> None:
     """``total`` [m, n] += ``scale`` * ``left`` [m, k] @ ``right`` [k, n], added up before it is rounded."""
     total.addmm_(left, right, alpha=scale)
-
-
-@add_scaled_product.register_fake
-def _(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> None:
-    return None
 
 
 def fuse_added_products(module: fx.GraphModule) -> None:

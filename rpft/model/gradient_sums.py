@@ -11,21 +11,18 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from rpft.model.operations import nothing, operation
+
 _TRANSPOSES = (torch.ops.aten.t.default, torch.ops.aten.detach.default)
 
 
-@torch.library.custom_op("rpft::add_product", mutates_args=("total",))
+@operation("add_product(Tensor(a!) total, Tensor left, Tensor right) -> ()", nothing)
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """``total`` [m, n], float32, += ``left`` [m, k] @ ``right`` [k, n]."""
     if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total.add_(left @ right)
-
-
-@add_product.register_fake
-def _(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    return None
 
 
 def fuse_gradient_sums(module: fx.GraphModule) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from rpft.model.operations import operation
 from rpft.model.quant import BLOCK, NESTED_BLOCK
 
 logger = logging.getLogger(__name__)
@@ -21,10 +22,9 @@ _CHUNK_ELEMENTS = 1 << 24
 """Elements dequantised at once without Triton: enough to fill a GPU, 96 MiB beside the weight."""
 
 
-@torch.library.custom_op(
-    "rpft::nested_absmax",
-    mutates_args=(),
-    schema="(Tensor index, Tensor absmax, Tensor levels, Tensor offset) -> Tensor",
+@operation(
+    "nested_absmax(Tensor index, Tensor absmax, Tensor levels, Tensor offset) -> Tensor",
+    lambda index, *_: torch.empty(index.shape, dtype=torch.float32, device=index.device),
 )
 def nested_absmax(
     index: torch.Tensor, absmax: torch.Tensor, levels: torch.Tensor, offset: torch.Tensor
@@ -38,15 +38,9 @@ def nested_absmax(
     return levels.index_select(0, index.flatten().int()).view(index.shape) * scale + offset
 
 
-@nested_absmax.register_fake
-def _(index: torch.Tensor, absmax: torch.Tensor, levels: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    return torch.empty(index.shape, dtype=torch.float32, device=index.device)
-
-
-@torch.library.custom_op(
-    "rpft::dequantize_blocks",
-    mutates_args=(),
-    schema="(Tensor packed, Tensor absmax, Tensor levels, int[] shape, ScalarType dtype) -> Tensor",
+@operation(
+    "dequantize_blocks(Tensor packed, Tensor absmax, Tensor levels, int[] shape, ScalarType dtype) -> Tensor",
+    lambda packed, absmax, levels, shape, dtype: torch.empty(list(shape), dtype=dtype, device=packed.device),
 )
 def dequantize_blocks(
     packed: torch.Tensor, absmax: torch.Tensor, levels: torch.Tensor, shape: Sequence[int], dtype: torch.dtype
@@ -60,13 +54,6 @@ def dequantize_blocks(
     fill = _fill_in_chunks if kernel is None else kernel
     fill(packed.contiguous(), absmax.contiguous(), levels, result)
     return result
-
-
-@dequantize_blocks.register_fake
-def _(
-    packed: torch.Tensor, absmax: torch.Tensor, levels: torch.Tensor, shape: Sequence[int], dtype: torch.dtype
-) -> torch.Tensor:
-    return torch.empty(list(shape), dtype=dtype, device=packed.device)
 
 
 FillBlocks = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -104,17 +91,11 @@ def _triton_kernel() -> FillBlocks | None:
     return fill_blocks
 
 
-@torch.library.custom_op(
-    "rpft::dequantize_rows",
-    mutates_args=(),
-    schema="(Tensor values, Tensor? scale, ScalarType dtype) -> Tensor",
+@operation(
+    "dequantize_rows(Tensor values, Tensor? scale, ScalarType dtype) -> Tensor",
+    lambda values, scale, dtype: torch.empty(values.shape, dtype=dtype, device=values.device),
 )
 def dequantize_rows(values: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """``values`` [..., out, in], int8 or float8, times ``scale`` [..., out, 1] if any, rounded once."""
     result = values.to(dtype)  # exact: every value of 8 bits is one of 16 too
     return result if scale is None else result.mul_(scale)
-
-
-@dequantize_rows.register_fake
-def _(values: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(values.shape, dtype=dtype, device=values.device)
