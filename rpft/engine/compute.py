@@ -1,4 +1,4 @@
-"""The compute of one slot: points layers' tensors into the worker's buffers, runs layers, adds up gradients."""
+"""The compute of one slot: finds layers' tensors in the worker's buffers, runs layers, adds up gradients."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from dataclasses import dataclass, field
 
 import torch
 
+from rpft.engine.places import Places
 from rpft.engine.slot import HostBatch, Slot, SlotKind, Task
 from rpft.engine.streams import Stream
 from rpft.model.block_backward import Kept, Weights
 from rpft.model.device_batch import DeviceBatch
 from rpft.model.functions import LayerFunctions
 from rpft.model.kept import FromForward
-from rpft.model.layout import Binding, LayerLayout
 from rpft.model.router_loss import LOSS, WEIGHT
 from rpft.plan.plan import Stage
-from rpft.plan.sizes import region_starts
 
 
 @dataclass
@@ -58,24 +57,22 @@ class GradientChain:
 
 
 class SlotRun:
-    """The compute of one slot, in the compute stream's thread: binds weights, runs layers, adds gradients."""
+    """The compute of one slot, in the compute stream's thread: finds weights, runs layers, adds gradients."""
 
     def __init__(
         self,
         slot: Slot,
         buffer: torch.Tensor,
         functions: LayerFunctions,
-        layouts: list[LayerLayout],
+        places: Places,
         first_trained: int,
         keep_bytes_per_token: int,
-        resident: dict[int, torch.Tensor],
         device_batch: Callable[[HostBatch], DeviceBatch],
     ) -> None:
         """``buffer``: the device's weight buffer, uint8. For the rest see ``Worker``."""
-        self._slot, self._buffer, self._functions, self._layouts = slot, buffer, functions, layouts
+        self._slot, self._buffer, self._functions, self._places = slot, buffer, functions, places
         self._first_trained, self._device_batch = first_trained, device_batch
-        self._keep_bytes_per_token, self._resident = keep_bytes_per_token, resident
-        self._starts = region_starts(layouts, slot.stage)
+        self._keep_bytes_per_token = keep_bytes_per_token
         self._weights: dict[int, Weights] = {}
         self._sums: dict[int, Weights] = {}
         self._losses: list[torch.Tensor] = []
@@ -83,34 +80,16 @@ class SlotRun:
         """[microbatches, balanced layers of the stage]."""
 
     def begin(self) -> None:
-        """Points every layer's tensors into the weight buffer."""
+        """Finds every layer's tensors in the weight buffer."""
         training = self._slot.kind is not SlotKind.LOSS and self._slot.tasks[0].key is not None
         self._functions.train(training)
-        for layer in self._slot.stage.layers:
-            self._weights[layer] = {
-                binding.name: self._place(layer, binding) for binding in self._layouts[layer].bindings
-            }
-
-    def _place(self, layer: int, binding: Binding) -> torch.Tensor:
-        layout, stays = self._layouts[layer], self._resident.get(layer)
-        if stays is not None and layout.is_frozen(binding):
-            tensor = binding.view_in(stays, binding.byte_offset - layout.frozen_start)
-        else:
-            tensor = binding.view_in(self._buffer, self._starts[layer][0] + binding.byte_offset)
-        # `data`: a module that sets a weight to itself (peft does) must not count as writing the others.
-        return tensor.data
+        self._weights = self._places.weights(self._slot.stage, self._buffer)
 
     def take_accumulator(self, flat: torch.Tensor) -> None:
-        """Points every trained tensor's running sum into ``flat``, the worker's float32 accumulator."""
+        """Finds every trained tensor's running sum in ``flat``, the worker's float32 accumulator."""
         if self._slot.balanced:
             self._router_losses = flat.new_zeros(len(self._slot.tasks), len(self._slot.balanced))
-        for layer in self._slot.stage.layers:
-            start = self._starts[layer][1]
-            self._sums[layer] = {
-                b.name: flat[start + b.grad_offset : start + b.grad_offset + b.num_elements].view(b.shape)
-                for b in self._layouts[layer].bindings
-                if b.grad_offset is not None
-            }
+        self._sums = self._places.sums(self._slot.stage, flat)
 
     def forward(self, task: Task, layers: range, state: ForwardState) -> None:
         """Runs ``layers`` of a forward stage on the hidden state of ``state``; their output is next to go down."""

@@ -23,6 +23,7 @@ from rpft.engine.buffers import Boundary, Reading, Ring, free_behind
 from rpft.engine.compute import ForwardState, GradientChain, SlotRun
 from rpft.engine.device import Device
 from rpft.engine.failure import Failure
+from rpft.engine.places import Places
 from rpft.engine.read_ahead import ReadAhead
 from rpft.engine.slot import HostBatch, Slot, SlotKind, Task
 from rpft.engine.streams import Delays, Event, Stream
@@ -60,7 +61,7 @@ class Worker:
         whose frozen weights stay here; they are brought up now. ``frozen_on_disk``: whether others lie in a file.
         """
         self.device = device
-        self._functions, self._layouts, self._first_trained = functions, layouts, first_trained
+        self._functions, self._first_trained = functions, first_trained
         self._keep_bytes_per_token = keep_bytes_per_token
 
         def ring(num_bytes: int) -> Ring:
@@ -71,9 +72,8 @@ class Worker:
         self._input_ring = ring(sizes.boundary_bytes)
         self._grad_input_ring = ring(sizes.boundary_bytes)
         self._kept_ring = ring(sizes.kept_bytes)
-        self._resident = {
-            layer: device.allocate(source.numel()).copy_(source) for layer, source in resident.items()
-        }
+        stays = {layer: device.allocate(source.numel()).copy_(source) for layer, source in resident.items()}
+        self._places = Places(layouts, stays)
         self._batches: dict[HostBatch, DeviceBatch] = {}
         self._going_down: deque[Event] = deque()
         """When each result is down that is computed, the oldest first; without those that were waited for."""
@@ -105,10 +105,9 @@ class Worker:
             slot,
             weights,
             self._functions,
-            self._layouts,
+            self._places,
             self._first_trained,
             self._keep_bytes_per_token,
-            self._resident,
             self._device_batch,
         )
         self._compute.run(run.begin, f"{slot} begin")
@@ -289,11 +288,7 @@ class Worker:
         """``batch`` on this device; the last few are kept, since a round's slots use the same ones."""
         found = self._batches.get(batch)
         if found is None:
-            to, positions = self.device.torch_device, batch.position_ids
-
-            def move(tensor: torch.Tensor) -> torch.Tensor:
-                return tensor.to(to, non_blocking=True)
-
+            move, positions = self.device.bring, batch.position_ids
             found = DeviceBatch(
                 move(batch.input_ids),
                 None if positions is None else move(positions),
