@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -25,6 +26,10 @@ from rpft.plan.sizes import worker_sizes
 
 _CLOSE_SECONDS = 5.0
 """All threads end within this after a fault or a close."""
+
+_SWITCH_SECONDS = 5e-4
+"""A thread that computes in Python, the optimizer's say, gives way after this: a worker's threads issue its layers
+meanwhile, a millisecond or two each, and Python's own 5 ms would let the device run dry."""
 
 
 class Engine:
@@ -52,6 +57,7 @@ class Engine:
         Every buffer of fixed size is allocated here; raises UserError for a plan that does not fit the model, and
         torch.OutOfMemoryError for one that does not fit a device.
         """
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
         layouts = [layer.layout for layer in store.layers]
         plan.check(len(layouts))
         self.plan, self.devices, self._failure = plan, devices, failure
