@@ -33,6 +33,9 @@ class CpuDevice:
     def allocate_host(self, num_bytes: int) -> torch.Tensor:
         return zeroed_pages(num_bytes)
 
+    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
     def memory_bytes(self) -> int | None:
         return None
 

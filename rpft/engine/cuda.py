@@ -162,6 +162,10 @@ class CudaDevice:
     def allocate_host(self, num_bytes: int) -> torch.Tensor:
         return page_locked(num_bytes)
 
+    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        # A copy from memory that is not locked would wait until the stream has done what was issued before.
+        return tensor.pin_memory().to(self.torch_device, non_blocking=True)
+
     def memory_bytes(self) -> int | None:
         """The limit, or what is free now less what kernels and the allocator's pieces take."""
         free, _ = torch.cuda.mem_get_info(self.torch_device)

@@ -36,6 +36,10 @@ class Device(Protocol):
         """Host memory that this device copies from and to at full speed, uint8 [num_bytes], zeroed."""
         ...
 
+    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A small tensor of ordinary host memory on the device, in order of the current stream; never waits."""
+        ...
+
     def memory_bytes(self) -> int | None:
         """Device memory that the worker may take; None where it has none of its own."""
         ...
