@@ -105,7 +105,7 @@ class Block:
             with torch.no_grad(), placed_dropout(place):
                 return self.run(hidden, weights, call)
         with torch.no_grad():
-            return self._kernels.call(self._name, at.key, at.run, at.data)[0]
+            return self._kernels.call(self._name, at.key, at.run, at.data, 0)[0]
 
     def keep(
         self,

@@ -62,16 +62,26 @@ class Kernels:
         return self._made[key]
 
     def call(
-        self, name: str, key: Hashable, function: TensorFunction, tensors: Sequence[torch.Tensor]
+        self,
+        name: str,
+        key: Hashable,
+        function: TensorFunction,
+        tensors: Sequence[torch.Tensor],
+        num_free: int,
+        *,
+        compiled: bool = True,
     ) -> tuple[torch.Tensor, ...]:
-        """``function(*tensors)``. ``name``, ``key`` and how the tensors are laid out decide which graph runs."""
+        """``function(*tensors)``. ``name``, ``key`` and the layout of the first ``num_free`` tensors decide which
+        graph runs: weights of one name have one layout. Not ``compiled``: few operations, with nothing to fuse.
+        """
         if not self.graphs:
             return function(*tensors)
-        layouts = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
+        layouts = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors[:num_free])
 
         def make() -> TensorFunction:
             try:
-                return self.compile(self.trace(function, tensors), tensors)
+                module = self.trace(function, tensors)
+                return self.compile(module, tensors) if compiled else module
             except Untraceable as reason:
                 self.report(name, reason)
                 return function

@@ -45,7 +45,7 @@ class HeadLoss:
             total = torch.zeros((), device=hidden.device)
             for chunk, target, _ in self._chunks(scored, batch.targets):
                 tensors = [chunk, target, *outer.values()]
-                total += self._kernels.call("the loss", tuple(outer), chunk_loss, tensors)[0]
+                total += self._kernels.call("the loss", tuple(outer), chunk_loss, tensors, 2)[0]
         return total
 
     def loss_and_gradients(
@@ -79,7 +79,7 @@ class HeadLoss:
             tensors = [chunk, target, *outer.values(), *outer_sums.values()]
             named = (tuple(outer), tuple(outer_sums))
             with torch.no_grad():
-                loss, grad = self._kernels.call("the loss and its gradient", named, step, tensors)
+                loss, grad = self._kernels.call("the loss and its gradient", named, step, tensors, 2)
             grads_scored.append(grad[:count])
             total += loss
         if grads_scored:
@@ -93,14 +93,16 @@ class HeadLoss:
     ) -> torch.Tensor:
         """Final hidden states [tokens, hidden]."""
         inner, _ = self._split(weights)
-        others = _inputs(batch)
+        others = batch.inputs
 
         def run(hidden: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor]:
             return (self._run_finish(hidden, rest[: len(others)], inner, rest[len(others) :], place),)
 
         key = (len(others), tuple(inner), self._trunk.training)
         tensors = [hidden, *others, *inner.values()]
-        return run(*tensors)[0] if place is not None else self._kernels.call("the norm", key, run, tensors)[0]
+        if place is not None:
+            return run(*tensors)[0]
+        return self._kernels.call("the norm", key, run, tensors, 1 + len(others))[0]
 
     def _finish_backward(
         self,
@@ -114,7 +116,7 @@ class HeadLoss:
         """The gradient for ``hidden``; what it follows the blocks with is run again, it is little."""
         inner, _ = self._split(weights)
         inner_sums, _ = self._split(sums)
-        others = _inputs(batch)
+        others = batch.inputs
         weights_end = 2 + len(others) + len(inner)
 
         def run(grad: torch.Tensor, hidden: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor]:
@@ -135,7 +137,7 @@ class HeadLoss:
         with torch.no_grad():
             if place is not None:
                 return run(*tensors)[0]
-            return self._kernels.call("the norm's gradient", key, run, tensors)[0]
+            return self._kernels.call("the norm's gradient", key, run, tensors, 2 + len(others))[0]
 
     def _run_finish(
         self,
@@ -173,10 +175,6 @@ class HeadLoss:
     def _cross_entropy(self, chunk: torch.Tensor, target: torch.Tensor, weights: Weights) -> torch.Tensor:
         logits = self._trunk.head_logits(chunk, weights)
         return F.cross_entropy(logits.float(), target, reduction="sum", ignore_index=_IGNORED)
-
-
-def _inputs(batch: DeviceBatch) -> list[torch.Tensor]:
-    return [batch.input_ids] if batch.position_ids is None else [batch.input_ids, batch.position_ids]
 
 
 def _filled_up(count: int, most: int) -> int:

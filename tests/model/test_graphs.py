@@ -270,7 +270,7 @@ def test_tensors_that_lie_otherwise_get_a_graph_of_their_own() -> None:
 
     kernels, x = Kernels("trace", CPU), torch.randn(4, 4)
     for tensor in (x, x.t(), x):
-        assert torch.equal(kernels.call("f", (), function, [tensor])[0], function(tensor)[0])
+        assert torch.equal(kernels.call("f", (), function, [tensor], 1)[0], function(tensor)[0])
 
 
 def test_an_operation_whose_result_lies_otherwise_than_torchs_rules_tell_is_followed() -> None:
@@ -280,7 +280,7 @@ def test_an_operation_whose_result_lies_otherwise_than_torchs_rules_tell_is_foll
         return (torch.ops.aten.softplus_backward(grad, x, 1.0, 20.0).reshape(24),)
 
     kernels, grad, x = Kernels("trace", CPU), torch.randn(6, 4).t(), torch.randn(4, 6)
-    assert torch.equal(kernels.call("f", (), function, [grad, x])[0], function(grad, x)[0])
+    assert torch.equal(kernels.call("f", (), function, [grad, x], 2)[0], function(grad, x)[0])
 
 
 def test_what_depends_on_values_is_run_by_torch_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -290,7 +290,7 @@ def test_what_depends_on_values_is_run_by_torch_and_said_once(caplog: pytest.Log
     kernels = Kernels("trace", CPU)
     for size in (4, 5, 4):
         x = torch.randn(size)
-        assert torch.equal(kernels.call("f", (), function, [x])[0], function(x)[0])
+        assert torch.equal(kernels.call("f", (), function, [x], 1)[0], function(x)[0])
     assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1
 
 
@@ -305,7 +305,7 @@ def test_without_memory_to_try_kernels_they_are_tried_when_they_first_run(monkey
 
     monkeypatch.setattr("torch._inductor.standalone_compile", compile_once_memory_is_spared)
     kernels = Kernels("compile", torch.device("cpu"))
-    (result,) = kernels.call("f", "key", lambda a: (a + 1,), [torch.ones(2)])
+    (result,) = kernels.call("f", "key", lambda a: (a + 1,), [torch.ones(2)], 1)
     assert result.tolist() == [2.0, 2.0]
     assert asked == [None, {"config_patches": {"triton.autotune_at_compile_time": False}}]
 
