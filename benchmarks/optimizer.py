@@ -1,10 +1,10 @@
-"""How fast the host optimizer updates parameters, by number of threads: one pass against torch's fused kernel.
+"""How fast the host optimizer updates parameters, by threads and format of moments, and torch's fused kernel.
 
     python benchmarks/optimizer.py --params 200 --threads 1,2,4 --json benchmarks/results/optimizer.json
 
-bfloat16 gradients and working weights, float32 moments, masters in two halves. GB/s counts the 26 bytes a
-parameter that one pass has to move, whatever the way. Each figure is the median of its repetitions; the ways
-take turns.
+bfloat16 gradients and working weights, masters in two halves; float32 moments, and of the one pass those of
+fewer bytes, too. GB/s counts the bytes a parameter that one pass has to move, 26 with float32 moments, whatever
+the way. Each figure is the median of its repetitions; the ways take turns.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.optim.adamw import adamw
 from rpft.optim.one_pass import SPARE_CORES, CompiledPass, FusedPass, OnePass, prepare, scratch
 from rpft.optim.threads import openmp_threads, thread_counts
 
-BYTES_PER_PARAM = {"update": 26, "square sum": 2}
+BYTES_PER_PARAM = {"update": 26, "update, bf16": 18, "update, 8bit": 14, "square sum": 2}
 
 
 def fused_with_copies(num_params: int) -> Callable[[], None]:
@@ -58,6 +58,8 @@ def ways(kernels: OnePass, num_params: int) -> dict[tuple[str, str], Callable[[]
     gradient = torch.ones(num_params, dtype=torch.bfloat16)
     return {
         ("one pass", "update"): scratch(kernels, num_params),
+        ("one pass, bf16 moments", "update, bf16"): scratch(CompiledPass("bf16"), num_params),
+        ("one pass, 8bit moments", "update, 8bit"): scratch(CompiledPass("8bit"), num_params),
         ("fused in blocks (the fallback)", "update"): scratch(FusedPass(), num_params),
         ("fused + copies", "update"): fused_with_copies(num_params),
         ("square sum", "square sum"): lambda: kernels.square_sum([gradient]),
@@ -67,7 +69,7 @@ def ways(kernels: OnePass, num_params: int) -> dict[tuple[str, str], Callable[[]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--params", type=float, default=100, help="millions of parameters (16 bytes each, four times)"
+        "--params", type=float, default=100, help="millions of parameters (16 bytes each, six times)"
     )
     parser.add_argument(
         "--threads", help="numbers of threads, as 1,2,4; default: those that rpft itself would try"
