@@ -70,7 +70,7 @@ def train(
     quiet: Annotated[
         bool,
         typer.Option(
-            "--quiet", help="A plain line a step, evaluation and save, and warnings; the rest is in run.log only."
+            "--quiet", help="Plain lines, from loading to the result; what the run is stands in run.log only."
         ),
     ] = False,
     dry_run: Annotated[
