@@ -201,6 +201,7 @@ def _train(
     except UserError:
         raise
     except Exception as error:
+        sinks.close(failed=True)
         resumable = trainer.last_checkpoint is not None
         raise RunFault(_standing(trainer, command), exit_code(error), resumable) from error
     finally:

@@ -51,7 +51,7 @@ class Listed:
             raise ConnectionError("the server is gone")
         self.calls.append((step, figures))
 
-    def close(self):
+    def close(self, failed):
         self.calls.append("close")
 
 
@@ -144,8 +144,8 @@ class FakeWandbRun:
     def log(self, figures):
         self.logged.append(figures)
 
-    def finish(self):
-        self.finished = True
+    def finish(self, exit_code):
+        self.finished, self.exit_code = True, exit_code
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ def test_weights_and_biases_gets_every_step_and_a_resumed_run_goes_on_in_the_sam
     words = ["logging.wandb.project=p", "checkpoint.every_steps=2"]
     made.train_well("wandb", *words)
     [run] = wandb.runs
-    assert run.finished
+    assert (run.finished, run.exit_code) == (True, 0)
     assert run.metrics == [("step", None), ("*", "step")]
     assert [f["step"] for f in run.logged if "loss" in f] == [1, 2, 3]
     assert [f["step"] for f in run.logged if "eval_loss" in f] == [0, 3]
@@ -247,8 +247,8 @@ class FakeMlflowClient:
         self.runs[run_id]["params"].update(params)
         self.runs[run_id]["metrics"] += metrics
 
-    def set_terminated(self, run_id):
-        self.runs[run_id]["status"] = "FINISHED"
+    def set_terminated(self, run_id, status):
+        self.runs[run_id]["status"] = status
 
 
 @pytest.fixture
@@ -276,6 +276,15 @@ def test_mlflow_gets_every_step_and_a_resumed_run_goes_on_in_the_same_one(made, 
     assert ran.code == 0, ran.err
     [run] = mlflow.runs.values()
     assert [step for name, _, step in run["metrics"] if name == "loss"] == [1, 2, 3, 3]
+
+
+def test_services_are_told_that_a_fault_ended_the_run(made, mlflow, wandb, monkeypatch):
+    words = ["logging.mlflow.experiment=e", "logging.wandb.project=p"]
+    with monkeypatch.context() as patch:
+        patch.setattr("rpft.train.loop.Trainer.run", lambda trainer, checkpoint: 1 / 0)
+        assert made.train("failed", *words).code == 1
+    [run] = mlflow.runs.values()
+    assert (run["status"], wandb.runs[0].exit_code) == ("FAILED", 1)
 
 
 # -- TensorBoard -------------------------------------------------------------------------------------------
@@ -313,7 +322,7 @@ def test_prometheus_reads_the_last_step_on_this_machine_only():
         with pytest.raises(urllib.error.HTTPError, match="404"):
             get(sink.port, "/")
     finally:
-        sink.close()
+        sink.close(failed=False)
     assert kind.startswith("text/plain; version=0.0.4")
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert values["rpft_step"] == "2"
@@ -337,7 +346,7 @@ def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(made):
     try:
         ran = made.train("taken", f"logging.prometheus_port={sink.port}")
     finally:
-        sink.close()
+        sink.close(failed=False)
     assert ran.code == 2
     assert f"logging.prometheus_port {sink.port} of 127.0.0.1 cannot be used" in ran.err
     assert json.dumps("loss") not in ran.out

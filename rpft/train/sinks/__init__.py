@@ -42,7 +42,9 @@ class Sink(Protocol):
         """Figures of a step or evaluation; those that are not finite are left out."""
         ...
 
-    def close(self) -> None: ...
+    def close(self, failed: bool) -> None:
+        """The end; ``failed``: of a run that a fault ended."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def open_sinks(recipe: Recipe) -> Sinks:
             opened.append(importlib.import_module(f"rpft.train.sinks.{kind.module}").make(recipe))
         except Exception as error:
             for sink in opened:
-                sink.close()
+                sink.close(failed=True)
             if isinstance(error, UserError):
                 raise
             raise UserError(f"{kind.key}: {type(error).__name__}: {error}") from error
@@ -104,7 +106,7 @@ class Sinks:
     def __init__(self, sinks: list[Sink]) -> None:
         self._sinks = list(sinks)
         self._waiting: queue.Queue[Callable[[Sink], None] | None] = queue.Queue(_MOST_WAITING)
-        self._full = self._closed = False
+        self._full = self._closed = self._failed = False
         self._thread = threading.Thread(target=self._work, name="sinks", daemon=True)
         if sinks:
             self._thread.start()
@@ -119,11 +121,14 @@ class Sinks:
         figures = finite({"eval_loss": record.eval_loss})
         self._put(lambda sink: sink.log(record.step, figures))
 
-    def close(self, at_once: bool = False) -> None:
-        """Waits a while for what is on its way, or ``at_once`` not at all, and ends the thread."""
+    def close(self, at_once: bool = False, failed: bool = False) -> None:
+        """Waits a while for what is on its way, or ``at_once`` not at all, and ends the thread.
+
+        ``failed``: a fault ended the run, and services are told so.
+        """
         if self._closed:
             return
-        self._closed = True
+        self._closed, self._failed = True, failed
         if self._thread.is_alive():
             self._put(None)
             self._thread.join(0.0 if at_once else _CLOSE_SECONDS)
@@ -146,7 +151,7 @@ class Sinks:
     def _work(self) -> None:
         while (task := self._waiting.get()) is not None:
             self._each(task)
-        self._each(lambda sink: sink.close())
+        self._each(lambda sink: sink.close(self._failed))
 
     def _each(self, task: Callable[[Sink], None]) -> None:
         self._sinks = [sink for sink in self._sinks if _done(task, sink)]

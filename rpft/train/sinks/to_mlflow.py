@@ -31,8 +31,8 @@ class ToMlflow:
         metrics = [self._metric(name.replace(":", "_"), value, now, step) for name, value in figures.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
 
-    def close(self) -> None:
-        self._client.set_terminated(self._run_id)
+    def close(self, failed: bool) -> None:
+        self._client.set_terminated(self._run_id, status="FAILED" if failed else "FINISHED")
 
 
 def make(recipe: Recipe) -> ToMlflow:

@@ -51,7 +51,7 @@ class ToPrometheus:
         self._figures.update(figures, step=step)
         self._text = exposition(self._figures).encode()
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         self._server.shutdown()
         self._server.server_close()
 

@@ -28,7 +28,7 @@ class ToTensorBoard:
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         if self._writer is not None:
             self._writer.close()
 

@@ -26,8 +26,8 @@ class ToWandb:
     def log(self, step: int, figures: dict[str, float]) -> None:
         self._run.log({**figures, "step": step})
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
 
 
 def make(recipe: Recipe) -> ToWandb:
