@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rpft import files
@@ -23,6 +24,9 @@ from rpft.train.rows import PAD_TO_MULTIPLE
 _WORTH_A_CHANGE = 0.01
 """Share of the tokens a second that a setting must add to be worth naming."""
 
+_ANEW = "engine.plan=null"
+"""What every other setting needs beside it where a plan is given, which would stay as it is."""
+
 _MOST_TOGETHER = 3
 """Settings that are tried together: each on top takes as long as all that were tried alone."""
 
@@ -36,8 +40,9 @@ class Tried:
     planned: Planned
 
     @property
-    def key(self) -> str:
-        return self.setting.partition("=")[0]
+    def keys(self) -> dict[str, str]:
+        """Each key that is set, with its setting."""
+        return {setting.partition("=")[0]: setting for setting in self.setting.split(" ")}
 
     @property
     def tokens_per_second(self) -> float:
@@ -64,7 +69,7 @@ def smaller(planned: Planned, count: int = 3) -> list[Tried]:
 
 
 def _by_saving(planned: Planned) -> list[Tried]:
-    """All settings that save memory which ``planned`` is short of, each alone."""
+    """All settings that save memory which ``planned`` is short of, each alone; those that fit first."""
     short = {name: limit for name in planned.short_of if (limit := planned.limits[name])}
 
     def saved(tried: Tried) -> float:
@@ -73,7 +78,12 @@ def _by_saving(planned: Planned) -> list[Tried]:
 
     found = [(saved(tried), tried) for tried in _tried(planned, _smaller_changes(planned))]
     found = [(gain, tried) for gain, tried in found if gain > 0]
-    return [tried for _, tried in sorted(found, key=lambda item: (not item[1].planned.fits, -item[0]))]
+
+    def rank(item: tuple[float, Tried]) -> tuple[bool, bool, float]:
+        gain, tried = item
+        return not tried.planned.fits, tried.setting != _ANEW, -gain
+
+    return [tried for _, tried in sorted(found, key=rank)]
 
 
 def _together(planned: Planned, found: list[Tried]) -> Tried | None:
@@ -83,13 +93,13 @@ def _together(planned: Planned, found: list[Tried]) -> Tried | None:
         saved = sorted((needed - tried.planned.needs[name] for tried in found), reverse=True)
         if limit is not None and needed - sum(saved[:_MOST_TOGETHER]) > limit:
             return None  # nor would they together
-    best, settings = found[0], {found[0].key: found[0].setting}
+    best, settings = found[0], dict(found[0].keys)
     for _ in range(_MOST_TOGETHER - 1):
         found = _by_saving(best.planned)
         if not found:
             return None
         best = found[0]
-        settings[best.key] = best.setting
+        settings |= best.keys
         if best.planned.fits:
             return Tried(" ".join(settings.values()), best.planned)
     return None
@@ -190,6 +200,11 @@ def tokens_per_second(planned: Planned) -> float:
 
 
 def _tried(planned: Planned, changes: Iterator[_Change], near: Plan | None = None) -> Iterator[Tried]:
+    """What comes of ``changes``, each planned anew, and says so where the plan was given."""
+    if planned.given is not None:
+        own = _Change(_ANEW, planned.recipe)
+        others = (replace(change, setting=f"{_ANEW} {change.setting}") for change in changes)
+        changes = itertools.chain([own], others)
     for change in changes:
         try:
             job = planned.with_recipe(change.recipe, change.longest)

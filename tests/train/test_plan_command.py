@@ -242,6 +242,25 @@ def test_a_plan_that_does_not_fit_the_machine_is_refused_with_what_it_needs(prof
     assert re.search(r"need least: [\w.]+=\w+ \(RAM ", ran.err)
 
 
+def test_what_is_advised_beside_a_plan_that_is_given_says_that_it_must_go(profiled, nothing_is_measured):
+    made = profiled[0]
+    path = made.folder / "keeps.json"
+    path.write_text(json.dumps({**plan_json(made), "recompute": "layer", "keep_bytes_per_token": 1 << 40}))
+    words = (f"engine.plan={path}", "engine.ram_limit=4GiB")
+    found = plan_json(made, *words)
+    assert found["fits"] is False
+    settings = [change["setting"] for change in found["changes"]]
+    assert settings[0] == "engine.plan=null"
+    assert len(settings) == 3
+    assert all(setting.startswith("engine.plan=null ") for setting in settings[1:])
+    assert plan_json(made, *words, settings[0])["fits"] is True
+    # What would be faster is planned anew, too.
+    path.write_text(json.dumps({**plan_json(made), "dispatch": [0]}))
+    settings = [change["setting"] for change in plan_json(made, f"engine.plan={path}")["changes"]]
+    assert "engine.plan=null" in settings
+    assert all(setting.startswith("engine.plan=null") for setting in settings)
+
+
 def test_a_plan_needs_no_weights_to_be_there_and_a_run_does(fresh):
     made = fresh("qwen3", eval_rows=0)
     [weights] = made.folder.glob("base/*.safetensors")
