@@ -20,7 +20,10 @@ from rpft.plan.schedules import StageTime, Timeline, breadth_first, one_f_one_b
 from rpft.plan.simulate import step_seconds
 from rpft.plan.step_shape import StepShape
 
-_TIMES = ("layer_forward", "layer_backward", "head_forward", "head_backward", "hop")
+_WORK = ("layer_forward", "layer_backward", "head_forward", "head_backward")
+_TIMES = (*_WORK, "hop")
+_LONGEST_MS = 1e12
+"""Some 30 years: what is longer is a slip, and sums of it could have no number."""
 _SPLITS = ("one_per_gpu", "looped", "forward", "backward")
 
 
@@ -109,7 +112,7 @@ def read_cases(path: Path) -> dict[str, Case]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such costs file") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not a costs file: it should be JSON ({error})") from error
     fields = _Fields(path, "", data)
     common = [fields.whole(key, 1) for key in ("workers", "microbatches", "round")]
@@ -122,6 +125,8 @@ def read_cases(path: Path) -> dict[str, Case]:
 def _case(fields: _Fields, common: Sequence[int]) -> Case:
     layers = fields.whole("layers", 1)
     times = {key: fields.time(key) for key in _TIMES}
+    if not any(times[key] for key in _WORK):
+        raise fields.wrong(_WORK[0], f"{', '.join(_WORK)} are all 0: there is nothing to play")
     splits = {key: fields.split(key) for key in _SPLITS}
     if len(splits["one_per_gpu"]) != common[0]:
         raise fields.wrong("one_per_gpu", f"{len(splits['one_per_gpu'])} stages for {common[0]} workers")
@@ -160,7 +165,7 @@ class _Fields:
         return self.get(key, lambda v: _is_whole(v) and v >= least, f"a whole number of at least {least}")
 
     def time(self, key: str) -> float:
-        return float(self.get(key, _is_time, "milliseconds, 0 or more"))
+        return float(self.get(key, _is_time, "milliseconds, 0 to 1e12"))
 
     def split(self, key: str) -> tuple[int, ...]:
         def good(value: Any) -> bool:
@@ -174,7 +179,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_time(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= _LONGEST_MS
 
 
 def _stages(sizes: Sequence[int]) -> tuple[Stage, ...]:

@@ -69,6 +69,9 @@ def without(key):
     return {k: v for k, v in SMALL.items() if k != key}
 
 
+WORK = ("layer_forward", "layer_backward", "head_forward", "head_backward")
+
+
 def changed(**values):
     return {**SMALL, "cases": {"tiny": {**SMALL["cases"]["tiny"], **values}}}
 
@@ -92,6 +95,10 @@ def changed(**values):
         (changed(looped=[1, 1, 1]), "cases.tiny.looped: the stages have 3 layers, not 4"),
         (changed(one_per_gpu=[4]), "cases.tiny.one_per_gpu: 1 stages for 2 workers"),
         (changed(forward=[2, 2]), "cases.tiny.forward: the stages have 4 layers, not 4, less the 1 of the fused"),
+        (changed(hop=10**400), "cases.tiny.hop: 10*.* should be milliseconds"),
+        (changed(layer_forward=1e308), "cases.tiny.layer_forward: .* should be milliseconds, 0 to 1e12"),
+        (changed(**dict.fromkeys(WORK, 0)), "cases.tiny.layer_forward: .*head_backward are all 0"),
+        ("[" * 100_000, "not a costs file"),
         (changed(backward=[1, 0, 3]), "cases.tiny.backward: a stage without layers"),
     ],
 )
