@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,34 +137,75 @@ def _partition_fault(plan: Plan, num_layers: int) -> str | None:
 
 
 def read_plan(path: Path) -> Plan:
-    """Reads a plan file; UserError naming the file and the fault."""
+    """Reads a plan file; UserError naming the file, the key and the fault."""
+    data = _read_object(path)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
         if data["version"] != PLAN_VERSION:
             raise UserError(f"{path}: plan version {data['version']} is not {PLAN_VERSION}; make the plan again")
-        return Plan(
-            tuple(Stage(int(a), int(b)) for a, b in data["forward"]),
-            tuple(Stage(int(a), int(b)) for a, b in data["backward"]),
-            int(data["num_microbatches"]),
-            str(data["recompute"]),
-            int(data.get("keep_bytes_per_token", 0)),
-            tuple(int(layer) for layer in data.get("resident", [])),
-            tuple(int(worker) for worker in data.get("dispatch", [])),
-        )
+        found = {key: data[key] for key in _REQUIRED} | {key: data[key] for key in _OPTIONAL if key in data}
+    except KeyError as error:
+        raise UserError(f"{path}: not a plan file: {error.args[0]} is missing; {_MAKE}") from error
+    for key, value in found.items():
+        is_good, form = (_REQUIRED | _OPTIONAL)[key]
+        if not is_good(value):
+            shown = json.dumps(value)
+            raise UserError(f"{path}: not a plan file: {key} should be {form}, and is {shown[:60]}; {_MAKE}")
+    for key in data.keys() - found.keys():
+        # Others say what was predicted; one that is meant for the plan must not be passed over.
+        for meant in difflib.get_close_matches(key, _OPTIONAL.keys() | _KINDS.keys(), n=1, cutoff=0.85):
+            if key not in _KINDS:
+                raise UserError(f"{path}: {key}: unknown key; did you mean `{meant}`?")
+    stages = {key: tuple(Stage(*pair) for pair in found.pop(key)) for key in ("forward", "backward")}
+    layers = {key: tuple(found.pop(key)) for key in ("resident", "dispatch") if key in found}
+    return Plan(**stages, **layers, **found)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(
             f"{path}: no such plan file (recipe key engine.plan); `rpft plan RECIPE --out FILE` makes one"
         ) from error
-    except UserError:
-        raise
     except OSError as error:
         raise UserError(
             f"{path}: cannot be read as a plan file (recipe key engine.plan): {error.strerror}"
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path}: not a plan file ({type(error).__name__}: {error}); `rpft plan RECIPE --out FILE` makes one"
-        ) from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not a plan file: it should be JSON ({error}); {_MAKE}") from error
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: not a plan file: it should be a JSON object; {_MAKE}")
+    return data
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _are_whole(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_whole, value))
+
+
+def _are_stages(value: Any) -> bool:
+    return isinstance(value, list) and all(_are_whole(pair) and len(pair) == 2 for pair in value)
+
+
+_Form = tuple[Callable[[Any], bool], str]
+"""Whether a value is of the form, and the form for people."""
+
+_STAGES: _Form = _are_stages, "a list of stages, each [first layer, last layer]"
+_WHOLE: _Form = _is_whole, "a whole number"
+_NUMBERS: _Form = _are_whole, "a list of whole numbers"
+
+_REQUIRED: dict[str, _Form] = {
+    "forward": _STAGES,
+    "backward": _STAGES,
+    "num_microbatches": _WHOLE,
+    "recompute": (lambda value: value in ("stage", "layer"), "stage or layer"),
+}
+_OPTIONAL: dict[str, _Form] = {"keep_bytes_per_token": _WHOLE, "resident": _NUMBERS, "dispatch": _NUMBERS}
+
+_MAKE = "`rpft plan RECIPE --out FILE` makes one"
 
 
 def read_about(path: Path) -> dict[str, Any]:
@@ -171,5 +214,5 @@ def read_about(path: Path) -> dict[str, Any]:
     UserError naming the file where it is not a plan file.
     """
     read_plan(path)
-    data = json.loads(path.read_text(encoding="utf-8"))
+    data = _read_object(path)
     return {key: value for key, value in data.items() if isinstance(value, _KINDS.get(key, object))}

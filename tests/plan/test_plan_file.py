@@ -7,7 +7,7 @@ import pytest
 from support.engines import plan_of, random_plan
 
 from rpft.errors import UserError
-from rpft.plan.plan import Plan, Stage, read_plan
+from rpft.plan.plan import Plan, Stage, read_about, read_plan
 
 LAYERS = 6
 
@@ -97,6 +97,19 @@ GOOD = json.loads(plan_of([(0, 3)], [(4, 5), (0, 3)], 2, "stage").to_json())
         (json.dumps({**GOOD, "forward": 7}), "not a plan file"),
         (json.dumps({**GOOD, "num_microbatches": None}), "not a plan file"),
         (b"\xff\xfe", "not a plan file"),
+        ("[" * 100_000, "not a plan file"),
+        # A number that would be rounded is not what whoever wrote it meant.
+        (json.dumps({**GOOD, "forward": [[0, 3.5]]}), r"forward should be a list of stages.*\[\[0, 3.5\]\]"),
+        (json.dumps({**GOOD, "forward": [[0, 1, 3]]}), "forward should be .*first layer, last layer"),
+        (json.dumps({**GOOD, "backward": {"4": 5}}), "backward should be a list of stages"),
+        (json.dumps({**GOOD, "num_microbatches": 2.5}), "num_microbatches should be a whole number, and is 2.5"),
+        (json.dumps({**GOOD, "num_microbatches": True}), "num_microbatches should be a whole number, and is true"),
+        (json.dumps({**GOOD, "recompute": "all"}), 'recompute should be stage or layer, and is "all"'),
+        (json.dumps({**GOOD, "recompute": []}), "recompute should be stage or layer"),
+        (json.dumps({**GOOD, "resident": "12"}), 'resident should be a list of whole numbers, and is "12"'),
+        (json.dumps({**GOOD, "dispatch": [0, "1"]}), "dispatch should be a list of whole numbers"),
+        (json.dumps({**GOOD, "dispach": [0, 0]}), "dispach: unknown key; did you mean `dispatch`"),
+        (json.dumps({**GOOD, "micro_batchsize": 2}), "did you mean `micro_batch_size`"),
     ],
 )
 def test_a_faulty_plan_file_is_named(content, says, tmp_path):
@@ -111,6 +124,14 @@ def test_a_faulty_plan_file_is_named(content, says, tmp_path):
 def test_a_folder_in_the_place_of_the_plan_file_is_named(tmp_path):
     with pytest.raises(UserError, match="cannot be read as a plan file"):
         read_plan(tmp_path)
+
+
+def test_what_else_a_plan_file_says_is_left_alone(tmp_path):
+    path = tmp_path / "plan.json"
+    about = {"micro_batch_size": 2, "rounds": 2, "predicted": None, "note": "of a run last week", "memory": {}}
+    path.write_text(json.dumps({**GOOD, **about}))
+    assert read_plan(path).num_microbatches == 2
+    assert read_about(path)["micro_batch_size"] == 2
 
 
 def test_plans_are_values():
