@@ -11,10 +11,9 @@ import difflib
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import yaml
-from pydantic import PositiveFloat, PositiveInt, ValidationError
+from pydantic import Field, ValidationError
 
 from rpft.errors import UserError
 from rpft.model.graphs import KernelKind
@@ -27,6 +26,7 @@ from rpft.plan.costs import layer_costs
 from rpft.plan.profile import LayerProfile
 from rpft.plan.rates import Rates
 from rpft.recipe.section import Section, listed
+from rpft.recipe.yaml_tree import Located, parse_yaml
 
 ACHIEVED = 0.71
 """Share of a datasheet's products that large products reach, on an H200 and on an RTX 4090."""
@@ -51,36 +51,40 @@ _BESIDE_BACKWARD = 2.0
 _ATTENTION_BACKWARD = 2.5
 """Products of attention's backward over those of its forward: five for two."""
 
+Count = Annotated[int, Field(gt=0, le=1024)]
+Amount = Annotated[float, Field(gt=0, le=1e9)]
+"""Of bytes, operations or their rates, in the unit of its name; the bounds tell a slip from a machine."""
+
 
 class Gpus(Section):
     """Cards of one kind."""
 
     name: str
-    count: PositiveInt
-    tflops: PositiveFloat
+    count: Count
+    tflops: Amount
     """Of dense products in the precision of the run, by the datasheet."""
-    memory_gib: PositiveFloat
-    link_gbps: PositiveFloat
+    memory_gib: Amount
+    link_gbps: Amount
     """To host memory, each way, as copies of page-locked memory reach it."""
-    memory_gbps: PositiveFloat | None = None
+    memory_gbps: Amount | None = None
     """Of the card's own memory, by the datasheet; left out, what is no product takes no time."""
 
 
 class SharedLink(Section):
     """A switch or socket through which the links of several cards go."""
 
-    gpus: PositiveInt
+    gpus: Count
     """Cards that share it: the first so many, the next so many."""
-    gbps: PositiveFloat
+    gbps: Amount
     """Each way."""
 
 
 class Host(Section):
-    ram_gib: PositiveFloat
-    memory_gbps: PositiveFloat
+    ram_gib: Amount
+    memory_gbps: Amount
     """Of reads and writes together, as a program reaches it."""
-    cores: PositiveInt
-    disk_gbps: PositiveFloat | None = None
+    cores: Count
+    disk_gbps: Amount | None = None
     """Of the disk of ``optimizer.offload``, read and written back at the same time; left out, it takes no time."""
 
 
@@ -159,18 +163,23 @@ def read_machine(name: str) -> Machine:
     if name in machine_names():
         path = _folder() / f"{name}.yaml"
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        root, faults = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except FileNotFoundError as error:
         raise UserError(
             f"{path}: no such machine file; docs/planning.md has its form, and shipped are"
             f" {', '.join(machine_names())}"
         ) from error
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, UserError) as error:
         raise UserError(f"{path}: not a machine file: {error}") from error
+    if root is None:
+        raise UserError(f"{path}: not a machine: the file is empty. docs/planning.md has the form")
     try:
-        return Machine.model_validate(data)
+        machine = Machine.model_validate(root.plain())
     except ValidationError as error:
-        raise UserError(f"{path}: not a machine: {_faults(error)}. docs/planning.md has the form") from error
+        faults += _faults(error, root)
+    if faults:
+        raise UserError(f"{path}: not a machine: {'; '.join(faults)}. docs/planning.md has the form")
+    return machine
 
 
 def datasheet_profiles(
@@ -255,10 +264,34 @@ def _folder() -> Path:
     return Path(__file__).with_name("machines")
 
 
-def _faults(error: ValidationError) -> str:
-    """Every key that is wrong, with why."""
-    parts = []
-    for fault in error.errors():
-        key = ".".join(str(part) for part in fault["loc"])
-        parts.append(f"{key or 'the file'}: {fault['msg'].lower()}")
-    return "; ".join(parts)
+def _faults(error: ValidationError, root: Located) -> list[str]:
+    """Every key that is wrong, with its line, what stands there, and why."""
+    faults = error.errors()
+    places = [fault["loc"] for fault in faults]
+    lines = []
+    for fault in faults:
+        place, kind = fault["loc"], fault["type"]
+        if any(other != place and other[: len(place)] == place for other in places):
+            continue  # a list that fails in an element is called too short as well
+        if kind == "extra_forbidden":
+            section = {"gpus": Gpus, "shared_link": SharedLink, "host": Host}.get(str(place[0]), Machine)
+            why = f"extra inputs are not permitted; there are {', '.join(section.model_fields)}"
+        elif kind == "model_type":
+            why = "should be a mapping of keys"
+        else:
+            why = fault["msg"].lower() + ("" if kind == "missing" else f", and is {fault['input']!r:.60}")
+        line = _line(root, place)
+        lines.append(f"{'.'.join(map(str, place)) or 'the file'}: {why} (line {line})")
+    return lines
+
+
+def _line(root: Located, place: Sequence[str | int]) -> str:
+    """The line of what stands at ``place``, or of what it is missing in."""
+    node = root
+    for part in place:
+        inside = node.value
+        if isinstance(inside, dict) and part in inside:
+            node = inside[str(part)]
+        elif isinstance(inside, list) and isinstance(part, int):
+            node = inside[part]
+    return node.where.rpartition(":")[2]

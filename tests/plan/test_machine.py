@@ -62,6 +62,13 @@ def test_links_that_meet_in_a_switch_wait_for_it():
         (GOOD.replace("tflops: 100", "tflops: fast"), r"gpus\.0\.tflops: "),
         (GOOD.replace("tflops: 40.5", "tflops: 0"), r"gpus\.1\.tflops: .*greater than 0"),
         (GOOD.replace("cores: 8", "cores: 8, cpus: 2"), r"host\.cpus: extra inputs are not permitted"),
+        ("", "the file is empty"),
+        (GOOD.replace("count: 1,", "count: 1, count: 2,"), "count"),
+        (GOOD.replace("count: 1", "count: 10000"), r"gpus\.1\.count: .*1024, and is 10000 \(line 4\)"),
+        (GOOD.replace("ram_gib: 64", "ram_gib: 1e300"), r"host\.ram_gib: .*less than or equal.*\(line 6\)"),
+        (GOOD.replace("ram_gib: 64", "ram_gib: 64GiB"), r"host\.ram_gib: .*valid number, and is '64GiB'"),
+        (GOOD.replace("{gpus: 2, gbps: 30}", "30"), r"shared_link: should be a mapping of keys \(line 5\)"),
+        (GOOD.replace("cores: 8", "cores: 8, cpus: 2"), r"host\.cpus: .*there are ram_gib, memory_gbps, cores"),
         (GOOD.replace("gbps: 30", "gbs: 30"), r"shared_link\.gbps: field required"),
     ],
 )
@@ -71,6 +78,14 @@ def test_a_faulty_machine_file_is_named_with_the_key(content, says, tmp_path):
     with pytest.raises(UserError, match=says) as caught:
         read_machine(str(path))
     assert str(path) in str(caught.value)
+
+
+def test_one_slip_in_a_machine_file_is_one_fault(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(GOOD.replace("tflops: 100", "tflops: fast"))
+    with pytest.raises(UserError) as caught:
+        read_machine(str(path))
+    assert ";" not in str(caught.value)
 
 
 def test_an_unknown_machine_is_refused_with_the_nearest_name(tmp_path):
