@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from rpft.plan.profile import LayerProfile
-    from rpft.plan.profile_file import Profile
+    from rpft.plan.profile_file import KindProfile, Profile
 
 
 def profile(
@@ -59,6 +59,7 @@ def profile(
         f" {what['machine']['workers'][0]}"
     )
     console.print(_layers(measured))
+    console.print(_memory(measured))
     for line in _rates(measured):
         console.print(line, markup=False, soft_wrap=True)
 
@@ -67,15 +68,11 @@ def _layers(measured: Profile) -> Table:
     from rich.box import SIMPLE
     from rich.table import Table
 
-    from rpft.plan.bill import gib
-    from rpft.plan.profile import memory_measured
-
     rates = measured.rates()
     table = Table(box=SIMPLE)
     table.add_column("ms", no_wrap=True)
-    for title in ("tokens", "forward", "recompute\n+ backward", "up", "down", "update", "memory"):
+    for title in ("tokens", "forward", "recompute\n+ backward", "up", "down", "update"):
         table.add_column(title, justify="right")
-    has_bytes = memory_measured(measured.layers)
 
     def add(name: str, number: int, sequence: int, times: LayerProfile, *rest: str) -> None:
         # The head runs forward and backward at once.
@@ -83,18 +80,40 @@ def _layers(measured: Profile) -> Table:
         table.add_row(name, str(sequence), ahead, _ms(times.backward_seconds), *rest)
 
     for number, kind in enumerate(measured.kinds):
-        name = f"{kind.name} {kind.layers[0]}" + (f" of {len(kind.layers)}" if len(kind.layers) > 1 else "")
         times = kind.measured
         moved = (kind.weight_bytes / rates.up, kind.gradient_bytes / rates.down, kind.num_trained / rates.update)
-        most = max(times.forward_bytes, times.backward_bytes, times.kept_bytes + times.kept_backward_bytes)
-        held = gib(most) if has_bytes else "-"
-        add(name, number, measured.sequence, times, *map(_ms, moved), held)
+        add(_name(kind), number, measured.sequence, times, *map(_ms, moved))
         for layer, checked in measured.checks.items():
             if layer in kind.layers:
                 add(f"  {kind.name} {layer}", number, measured.sequence, checked)
         for length in measured.lengths:
             add("", number, length.sequence, length.kinds[number])
     return table
+
+
+def _memory(measured: Profile) -> Table:
+    """What a layer takes of a worker; what is not weights or gradients is measured on GPUs only."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    from rpft.plan.bill import gib
+    from rpft.plan.profile import memory_measured
+
+    table = Table(box=SIMPLE)
+    table.add_column("memory of a worker", no_wrap=True)
+    for title in ("weights", "gradients,\nfloat32", "kept for\nthe backward", "workspace"):
+        table.add_column(title, justify="right")
+    has_bytes = memory_measured(measured.layers)
+    for kind in measured.kinds:
+        layer = kind.measured
+        most = max(layer.forward_bytes, layer.backward_bytes, layer.kept_bytes + layer.kept_backward_bytes)
+        rest = (gib(layer.kept_bytes), gib(most - layer.kept_bytes)) if has_bytes else ("-", "-")
+        table.add_row(_name(kind), gib(kind.weight_bytes), gib(4 * kind.num_trained), *rest)
+    return table
+
+
+def _name(kind: KindProfile) -> str:
+    return f"{kind.name} {kind.layers[0]}" + (f" of {len(kind.layers)}" if len(kind.layers) > 1 else "")
 
 
 def _ms(seconds: float) -> str:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from support.recipes import run_rpft
 
 from rpft.plan import profile_file
 from rpft.plan.plan import read_plan
+from rpft.plan.profile import LayerProfile
 from rpft.plan.profile_file import read_profile
 from rpft.recipe.load import load_recipe
 from rpft.train import tries
@@ -74,6 +76,25 @@ def test_the_table_of_a_profile_names_kinds_links_and_memory(profiled, monkeypat
         assert said in ran.out
 
 
+def test_the_memory_of_a_layer_is_told_by_what_it_is_for(profiled, monkeypatch):
+    made, _, path = profiled
+    mib = 1 << 20
+    found = read_profile(path)
+    measured = LayerProfile(1, 1, 3 * mib, 40 * mib, kept_bytes=30 * mib, kept_backward_bytes=5 * mib)
+    kinds = [
+        replace(k, weight_bytes=7 * mib, num_trained=2 * mib, measured=measured) if k.name == "block" else k
+        for k in found.kinds
+    ]
+    on_a_gpu = replace(found, kinds=tuple(kinds))
+    monkeypatch.setattr(Workbench, "measure", lambda *arguments, **more: on_a_gpu)
+    *_, row = (line for line in run_rpft("profile", str(made.recipe)).out.splitlines() if "block 1 of 4" in line)
+    # The workspace is what the most that is held at once is beyond what is kept.
+    assert row.split()[4:] == ["7", "MiB", "8", "MiB", "30", "MiB", "10", "MiB"]
+    monkeypatch.setattr(Workbench, "measure", lambda *arguments, **more: found)
+    *_, row = (line for line in run_rpft("profile", str(made.recipe)).out.splitlines() if "head 5" in line)
+    assert row.split()[-2:] == ["-", "-"]
+
+
 def test_a_plan_as_json_is_what_programs_rely_on_and_measures_nothing_twice(profiled, nothing_is_measured):
     found = plan_json(profiled[0])
     assert found.keys() >= DOCUMENTED
@@ -136,7 +157,18 @@ def test_a_torn_cached_profile_is_said_and_not_used(profiled, cache):
 
 
 @pytest.mark.parametrize(
-    "word", ["model.dtype=bfloat16", "engine.kernels=trace", "train.micro_batch_size=2", "engine.workers=1"]
+    "word",
+    [
+        "model.dtype=bfloat16",
+        "engine.kernels=trace",
+        "train.micro_batch_size=2",
+        "engine.workers=1",
+        "adapter.r=4",
+        "data.packing=true",
+        "optimizer.state=8bit",
+        "model.attention=eager",
+        "engine.deterministic=true",
+    ],
 )
 def test_another_shape_precision_kernel_or_machine_is_another_profile(word, profiled):
     recipe = profiled[0].recipe
