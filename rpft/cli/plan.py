@@ -189,17 +189,22 @@ def _memory(report: PlanReport) -> Table:
     return table
 
 
+_ELSEWHERE = {
+    "disk_bytes": " (another output_dir may have room)",
+    "offload_bytes": " (a folder of another disk may have room)",
+}
+
+
 def _say_what_would_fit(report: PlanReport) -> None:
     from rpft.plan.bill import gib
     from rpft.train.tries import less
 
     memory, short = report.memory, report.planned.short_of
-    names = " and ".join(memory[name].name for name in short)
+    names = " and ".join(memory[name].name + _ELSEWHERE.get(name, "") for name in short)
     if not report.changes:
+        rest = "" if _ELSEWHERE.keys() >= set(short) else ": it takes a machine with more, or a smaller model"
         typer.echo(
-            f"error: this does not fit: too little {names}. No setting that was tried needs less: it takes a"
-            " machine with more, or a smaller model",
-            err=True,
+            f"error: this does not fit: too little {names}. No setting that was tried needs less{rest}", err=True
         )
         return
     enough = "" if any(change.fits for change in report.changes) else ", which is not enough"

@@ -187,6 +187,14 @@ def test_a_recipe_that_does_not_fit_says_what_would_and_ends_with_2(profiled, no
     assert plan_json(made, "engine.ram_limit=1GiB")["fits"] is False
 
 
+def test_a_disk_without_room_is_no_matter_of_the_machine_or_the_model(profiled, nothing_is_measured, monkeypatch):
+    monkeypatch.setattr("rpft.train.prepare.room_bytes", lambda recipe: 1)
+    ran = run_rpft("plan", str(profiled[0].recipe))
+    assert ran.code == 2
+    assert "too little disk: result and checkpoints (another output_dir may have room)" in ran.err
+    assert "it takes a machine" not in ran.err
+
+
 def test_the_settings_named_are_those_that_save_most_of_what_is_short(profiled, nothing_is_measured):
     bench = set_up(load_recipe(profiled[0].recipe, ["engine.ram_limit=1GiB"]))
     planned = plan_here(bench, bench.find_profile(lambda line: None, needed=True))
