@@ -171,10 +171,13 @@ def _advice(planned: Planned) -> str:
             f"{MEMORY_NAMES[name]} {gib(now[name])}, {less(planned.needs[name] - now[name])}"
             for name in planned.short_of
         )
-        found.append(f"{tried.setting} ({needs}{'; fits' if tried.planned.fits else ''})")
+        found.append(
+            f"{tried.setting.removeprefix(f'{_ANEW} ')} ({needs}{'; fits' if tried.planned.fits else ''})"
+        )
     if not found:
         return "None of the settings that were tried needs less"
-    return f"Of the settings that were tried these need least: {', '.join(found)}"
+    anew = "" if planned.given is None else f", with {_ANEW},"
+    return f"Of the settings that were tried{anew} these need least: {', '.join(found)}"
 
 
 def less(num_bytes: int) -> str:
