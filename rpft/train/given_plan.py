@@ -52,4 +52,10 @@ def given_plan(recipe: Recipe, skeleton: Skeleton, num_layers: int) -> Plan | No
                 f"engine.plan {path} does not fit the recipe: its {key} is {getattr(plan, key)} and"
                 f" engine.{key} is {value}. Leave engine.{key} out, or make the plan again"
             )
+    accumulation = recipe.train.gradient_accumulation_steps
+    if then and accumulation % plan.num_microbatches:
+        raise UserError(
+            f"engine.plan {path} does not fit the recipe: its rounds have {plan.num_microbatches} microbatches, and"
+            f" a step {accumulation} (train.gradient_accumulation_steps). Make the plan again with `rpft plan`"
+        )
     return plan

@@ -259,6 +259,7 @@ def test_a_plan_for_a_machine_that_is_not_there_needs_no_gpu_and_fits_its_cards(
         ),
         ({"made_for": {"hidden_size": 128}}, [], "made for hidden_size 128, not 64"),
         ({}, ["engine.num_microbatches=2"], "num_microbatches is 4 and engine.num_microbatches is 2"),
+        ({}, ["train.gradient_accumulation_steps=2"], "its rounds have 4 microbatches, and a step 2"),
         ({"recompute": "stage"}, ["engine.recompute=layer"], "recompute is stage and engine.recompute is layer"),
     ],
 )
@@ -294,6 +295,7 @@ def test_what_is_advised_beside_a_plan_that_is_given_says_that_it_must_go(profil
     assert len(settings) == 3
     assert all(setting.startswith("engine.plan=null ") for setting in settings[1:])
     assert plan_json(made, *words, settings[0])["fits"] is True
+    assert "with engine.plan=null, these need least: engine.plan=null (RAM" in made.train("keeps", *words).err
     # What would be faster is planned anew, too.
     path.write_text(json.dumps({**plan_json(made), "dispatch": [0]}))
     settings = [change["setting"] for change in plan_json(made, f"engine.plan={path}")["changes"]]
