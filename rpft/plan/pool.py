@@ -6,31 +6,23 @@ played side by side: a search for a plan plays thousands.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-_WIDE = 128
-"""Columns from which on a row at a time is faster than numpy's way down each column."""
 
-
-def serve(arrivals: np.ndarray, free: np.ndarray, before: Any, seconds: Any) -> np.ndarray:
+def serve(arrivals: np.ndarray, free: np.ndarray, before: Any, seconds: Any, numbers: np.ndarray) -> np.ndarray:
     """When a server that is free at ``free`` is done with each of a row of jobs, taken in order.
 
     A job starts ``before`` seconds after the one before it is done, and once it has arrived:
-    done[m] = max(done[m - 1] + before, arrivals[m]) + seconds. Rows are jobs, columns are plans.
+    done[m] = max(done[m - 1] + before, arrivals[m]) + seconds. Rows are jobs, columns are plans. ``numbers``: m of
+    each row, (rows, 1); the first is 0, others may be left out.
+
+    Jobs must come in ever longer, or equal, intervals. Then each waits, if it does, since the first job, or for
+    nothing but its own arrival, and intervals in which they are done get no shorter either.
     """
-    lag = np.arange(len(arrivals))[:, None] * np.add(before, seconds)
-    done = arrivals + seconds - lag
-    np.maximum(done[0], free + before + seconds, out=done[0])
-    if done.shape[-1] < _WIDE:
-        np.maximum.accumulate(done, axis=0, out=done)
-    else:
-        for before_it, row in pairwise(done):
-            np.maximum(before_it, row, out=row)
-    done += lag
-    return done
+    first = np.maximum(arrivals[0], free + before) + seconds
+    return np.maximum(arrivals + seconds, first + numbers * (before + seconds))
 
 
 def slower_beside(seconds: Any, left: Any, share: float) -> Any:
@@ -86,11 +78,14 @@ class Pool:
         workers_per_switch: int = 1,
         switch_share: float = 0.0,
         copies_beside: float = 1.0,
+        microbatches: np.ndarray | None = None,
     ) -> None:
         """``input_up``, ``output_down``: seconds that the hidden state of a microbatch takes on the link.
 
         ``switch_share``: the part of a transfer's time for which the workers of the same switch cannot start one.
         ``copies_beside``: the share of its rate that an upload of weights keeps during an update.
+        ``microbatches``: the numbers of those that are played, in order; None: all that arrive. Those of a slot
+        all take the same time, so that the first and the last alone say when a slot is over (``serve``).
         """
         streams = np.zeros((5, num_workers, num_plans))
         self.compute, self.weights_up, self.inputs_up, self.outputs_down, self.gradients_down = streams
@@ -103,26 +98,28 @@ class Pool:
         self.update = np.zeros((2, num_plans))
         """When the update that is under way, or was last, begins and ends."""
         self.plans = np.arange(num_plans)
+        self.microbatches = None if microbatches is None else microbatches[:, None]
 
     def slot(self, worker: int | np.ndarray, arrivals: np.ndarray, work: SlotWork) -> SlotTimes:
         """Plays a slot whose microbatches arrive at ``arrivals``, (microbatches, plans), on one worker for all
         plans, or on one for each.
         """
         w = worker if isinstance(worker, int) else (worker, self.plans)
+        numbers = np.arange(len(arrivals))[:, None] if self.microbatches is None else self.microbatches
         start = np.maximum(self.weights_up[w], self.ends[0][w])
         upload, (begun, over) = work.upload, self.update
         if self.copies_beside < 1 and (start < over).any():
             upload = slower_beside(upload, (over - start) * (start >= begun), self.copies_beside)
         start = self._through(self.switch_up, worker, start, upload)
         uploaded = self.weights_up[w] = np.maximum(start + upload, work.written)
-        inputs = serve(arrivals, self.inputs_up[w], 0.0, self.input_up) if self.input_up else arrivals
+        inputs = serve(arrivals, self.inputs_up[w], 0.0, self.input_up, numbers) if self.input_up else arrivals
         # A hidden state a layer is carried while the neighbouring layers compute: what is slower sets the pace.
         pace = np.maximum(work.compute, work.kept_up)
-        computed = serve(inputs, np.maximum(self.compute[w], uploaded), work.recompute, pace)
+        computed = serve(inputs, np.maximum(self.compute[w], uploaded), work.recompute, pace, numbers)
         self.inputs_up[w] = np.maximum(inputs[-1], computed[-1] - pace + work.kept_up)
         delivered = computed
         if self.output_down:
-            delivered = serve(computed, self.outputs_down[w], work.kept_down, self.output_down)
+            delivered = serve(computed, self.outputs_down[w], work.kept_down, self.output_down, numbers)
             self.outputs_down[w] = delivered[-1]
         end = computed[-1] + self.slot_seconds
         self.ends[0][w], self.ends[1][w] = self.ends[1][w], end

@@ -11,10 +11,10 @@ from typing import Protocol
 
 import numpy as np
 
-from rpft.model.layout import backward_order
 from rpft.plan.plan import Plan
-from rpft.plan.pool import Pool, SlotTimes, SlotWork, slower_beside
+from rpft.plan.pool import Pool, SlotTimes, SlotWork
 from rpft.plan.rates import Rates
+from rpft.plan.slots import SlotTable
 from rpft.plan.step_shape import StepShape
 
 _STEPS_WARM = 2
@@ -51,98 +51,27 @@ class Run:
         self, plans: Sequence[Plan], shape: StepShape, rates: Rates, watcher: Watcher | None = None
     ) -> None:
         self.shape, self.rates, self.watcher = shape, rates, watcher
-        self.num_microbatches = plans[0].num_microbatches
-        self.num_slots = np.array([plan.num_slots for plan in plans])
-        self.per_step = self.num_slots * shape.rounds
-        resident = set(plans[0].resident)
-        self.uploaded_bytes = np.array(
-            [load.weight_bytes - load.frozen_bytes * (i in resident) for i, load in enumerate(shape.loads)]
-        )
-        self.sent = _up_to(self.uploaded_bytes / rates.up)
-        self.has_gradient = np.array([[load.gradient_bytes > 0] for load in shape.loads])
-        self.sent_down = _up_to([load.gradient_bytes / rates.down for load in shape.loads])
-        self.update_sizes = np.array([[load.num_trained] for load in shape.loads], float)
-        self.order = list(range(len(shape.loads)))
-        if shape.delayed:
-            self.order = backward_order([load.lenders for load in shape.loads])
-        self._read_stages(plans)
-        self._price(plans)
-        self.updating = self._update_seconds()
-        """Seconds of each layer's update, (layer, column)."""
+        self.slots = SlotTable(plans, shape, rates)
         self.dispatch = [plan.dispatch for plan in plans] if any(plan.dispatch for plan in plans) else None
         self.even_shares = self.dispatch is None and not shape.mixed
-        self.optimizer = np.zeros(len(plans))
-        self.late = np.zeros((len(shape.loads), len(plans)))
-        """When the weights are written that the next step but one reads, (layer, column): of late updates."""
-
-    def _read_stages(self, plans: Sequence[Plan]) -> None:
-        size = (self.num_slots.max(), len(plans))
-        self.first, self.last = np.zeros(size, int), np.full(size, -1)
-        self.backward, self.fused = np.zeros(size, bool), np.zeros(size, bool)
-        slots = np.arange(size[0])
-        forward_slots, backward_slots = [], []
-        self.num_forward = np.array([len(plan.forward) for plan in plans])
-        for column, plan in enumerate(plans):
-            stages, number = np.array(plan.forward + plan.backward), len(plan.forward)
-            self.first[: len(stages), column], self.last[: len(stages), column] = stages.T
-            self.backward[number : len(stages), column] = True
-            self.fused[number, column] = True
-            forward_slots.append(slots[: number + 1])
-            backward_slots.append(slots[number : len(stages)][::-1])
-        # Both partitions, each with the fused stage, cover all layers in ascending order.
-        self.covers = [self._cover(forward_slots), self._cover(backward_slots)]
-
-    def _cover(self, slots: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """(slot, column) of each stage of one partition of each plan, in order of column and layer."""
-        columns = np.repeat(np.arange(len(slots)), [len(some) for some in slots])
-        return np.concatenate(slots), columns
-
-    def _price(self, plans: Sequence[Plan]) -> None:
-        plan, shape, rates = plans[0], self.shape, self.rates
-        loads, last, first = shape.loads, self.last, self.first
-
-        def over(values: Sequence[float] | np.ndarray) -> np.ndarray:
-            up_to = _up_to(values)
-            return up_to[last + 1] - up_to[first]
-
-        # By layer every input of a block is kept, and what its forward keeps; by stage the stage's input alone.
-        each = shape.boundary_bytes + plan.keep_bytes_per_token * shape.tokens
-        layers = last - first + 1.0 if plan.recompute == "layer" else 1.0
-        self.carried = np.where(self.fused, 0.0, layers * each)
-        early = over([load.recompute for load in loads]) * self.backward
-        spared = over([load.spared for load in loads]) * ~self.fused
-        backward = over([load.backward for load in loads]) + early * self.fused - spared
-        input_up = shape.boundary_bytes / rates.up
-        gradients = over([load.gradient_bytes for load in loads]) * self.backward
-        self.moved = over(self.uploaded_bytes) + gradients
-        work = SlotWork(
-            compute=np.where(self.backward, backward, over([load.forward for load in loads])),
-            recompute=early * ~self.fused,
-            upload=self.sent[last + 1] - self.sent[first],
-            written=np.zeros(first.shape),
-            gradients_down=gradients / rates.down,
-            read=np.zeros(first.shape),
-            kept_up=np.where(self.backward & ~self.fused, self.carried / rates.up + input_up, 0.0),
-            kept_down=np.where(self.backward, 0.0, self.carried / rates.down),
-            backward=self.backward,
-        )
-        self.work = np.stack([np.asarray(part, float) for part in work])
-        """(field of SlotWork, slot of a round, column)."""
+        # Of a slot's microbatches the first and the last say all (plan/pool.py); a watcher is told of every one.
+        count = plans[0].num_microbatches
+        self.microbatches = np.arange(count) if watcher is not None else np.unique([0, count - 1])
 
     def step_seconds(self) -> np.ndarray:
         """Seconds a step in the long run."""
-        count, num_workers = len(self.num_slots), self.shape.num_workers
+        per_step, num_workers = self.slots.per_step, self.shape.num_workers
         if not self.shape.delayed:
             # An exact update waits for the whole step, so that every step starts as if nothing had been before it.
             return self.play(1)[0]
         # After so many steps the same workers have the same slots again; a few turns of all workers will do too.
-        again = num_workers // np.gcd(num_workers, self.per_step)
-        steps = np.minimum(again, np.ceil(_TURNS_TIMED * num_workers / self.per_step).astype(int))
+        again = num_workers // np.gcd(num_workers, per_step)
+        steps = np.minimum(again, np.ceil(_TURNS_TIMED * num_workers / per_step).astype(int))
         steps += steps % 2  # a step that updates hold up starts with the one before the last: two take turns
-        begun = steps_warm(self.per_step, num_workers)
+        begun = steps_warm(per_step, num_workers)
         if not self.even_shares:  # some workers run ahead, until updates hold them
-            begun, steps = begun + _TURNS_TIMED, np.full(count, _TURNS_TIMED)
-        columns = np.arange(count)
+            begun, steps = begun + _TURNS_TIMED, np.full(len(per_step), _TURNS_TIMED)
+        columns = np.arange(len(per_step))
         times = self.play(int((begun + steps).max()))
         return (times[begun + steps - 1, columns] - times[begun - 1, columns]) / steps
 
@@ -153,52 +82,58 @@ class Run:
         times to which the workers have work then, if they have even shares. ``choose``: says which worker gets a
         slot, in the place of the plans.
         """
-        shape, rates, count = self.shape, self.rates, len(self.num_slots)
+        shape, rates, slots, watcher = self.shape, self.rates, self.slots, self.watcher
+        columns = np.arange(len(slots.num_slots))
         pool = Pool(
             shape.num_workers,
-            count,
+            len(columns),
             input_up=shape.boundary_bytes / rates.up,
             output_down=shape.boundary_bytes / rates.down,
             slot_seconds=shape.slot_seconds,
             workers_per_switch=rates.workers_per_switch,
             switch_share=rates.switch_share,
             copies_beside=rates.copies_beside,
+            microbatches=self.microbatches,
         )
+        optimizer = _Optimizer(slots.update_seconds, shape.delayed)
         if not shape.delayed:
-            pool.update = self._update(np.ones(count, bool), np.zeros(count))
-        columns = np.arange(count)
-        alike = bool(np.all(self.num_slots == self.num_slots[0]))
-        step_ends = set((self.per_step[:, None] * np.arange(1, steps + 1)).ravel().tolist())
-        times, latest = np.zeros((steps, count)), np.zeros(count)
-        delivered = np.zeros((self.num_microbatches, count))
-        for number in range(steps * int(self.per_step.max())):
-            slot = number % self.num_slots
-            work = SlotWork(*(self.work[:, slot[0]] if alike else self.work[:, slot, columns]))
-            arrivals = np.where(slot == 0, 0.0, delivered + shape.hop)  # a new round waits for no hidden state
-
-            def play_on(pool: Pool, worker: int | np.ndarray, arrivals=arrivals, work=work) -> SlotTimes:
-                return pool.slot(worker, arrivals, self._on(worker, work))
-
-            worker = self._worker_of(number) if choose is None else choose(pool, play_on)
-            played = play_on(pool, worker)
-            if self.watcher is not None:
-                self.watcher.slot(number, worker, self._on(worker, work), played)
+            pool.update = optimizer.begin(columns >= 0, np.zeros(len(columns)), watcher)
+        round_starts = set((slots.num_slots[:, None] * np.arange(steps * shape.rounds)).ravel().tolist())
+        step_ends = set((slots.per_step[:, None] * np.arange(1, steps + 1)).ravel().tolist())
+        times, latest = np.zeros((steps, len(columns))), np.zeros(len(columns))
+        delivered = np.zeros((len(self.microbatches), len(columns)))
+        for number in range(steps * int(slots.per_step.max())):
+            work = optimizer.waited_for(slots.work(number))
+            arrivals = delivered + shape.hop
+            if number in round_starts:  # a new round waits for no hidden state
+                arrivals = np.where(number % slots.num_slots == 0, 0.0, arrivals)
+            worker = self._worker_of(number)
+            if choose is not None:
+                worker = choose(pool, self._playing(arrivals, work))
+            own = self._on(worker, work)
+            played = pool.slot(worker, arrivals, own)
+            if watcher is not None:
+                watcher.slot(number, worker, own, played)
             delivered = played.delivered
-            latest = np.maximum(latest, np.where(work.backward, played.landed, 0.0))
+            latest = np.maximum(latest, played.landed)
             if number + 1 in step_ends:
-                step, over = np.divmod(number + 1, self.per_step)
+                step, over = np.divmod(number + 1, slots.per_step)
                 done = (over == 0) & (step <= steps)
                 moments = pool.compute.mean(axis=0) if shape.delayed and self.even_shares else latest
                 times[step[done] - 1, columns[done]] = moments[done]
-                pool.update = np.where(done, self._update(done, latest), pool.update)
+                pool.update = np.where(done, optimizer.begin(done, latest, watcher), pool.update)
         return times
+
+    def _playing(self, arrivals: np.ndarray, work: SlotWork) -> PlayOn:
+        """What plays a slot on a worker."""
+        return lambda pool, worker: pool.slot(worker, arrivals, self._on(worker, work))
 
     def _worker_of(self, number: int) -> int | np.ndarray:
         """The worker of a slot, or where plans say it for themselves one for each."""
         in_turn = number % self.shape.num_workers
         if self.dispatch is None:
             return in_turn
-        places = (number % self.per_step).tolist()
+        places = (number % self.slots.per_step).tolist()
         given = zip(self.dispatch, places, strict=True)
         return np.array(
             [some[place % len(some)] % self.shape.num_workers if some else in_turn for some, place in given]
@@ -211,96 +146,39 @@ class Run:
         speed = np.asarray(self.shape.speeds)[worker]
         return work._replace(compute=work.compute / speed, recompute=work.recompute / speed)
 
-    def _update(self, done: np.ndarray, end: np.ndarray) -> np.ndarray:
-        """The optimizer's work after a step, for the next or the one after, of the plans that ``done`` marks.
 
-        When it begins and ends, (2, column).
+class _Optimizer:
+    """The updates of each plan that its slots wait for."""
+
+    def __init__(self, seconds: np.ndarray, delayed: bool) -> None:
+        self.seconds, self.delayed = seconds, delayed
+        self.free = np.zeros(len(seconds))
+        self.weights_of, self.gradients_of = np.full((2, len(seconds)), -np.inf)
+        """When the updates begin that write the weights which slots read, and that read the gradients before."""
+
+    def begin(self, done: np.ndarray, end: np.ndarray, watcher: Watcher | None) -> np.ndarray:
+        """The work after a step that was over at ``end``, of the plans that ``done`` marks.
+
+        When it begins and ends, (2, column). Late updates are for the step after the next.
         """
-        begun = np.maximum(self.optimizer, end)
-        written = np.empty(self.updating.shape)
-        written[self.order] = begun + np.cumsum(self.updating[self.order], axis=0)
-        over = written[self.order[-1]]
-        if self.watcher is not None:
-            self.watcher.update(begun, over)
-        self.optimizer = np.where(done, over, self.optimizer)
-        if self.shape.delayed:
-            self._set_read(done, written)
-            written, self.late = self.late, np.where(done, written, self.late)
-        self._set_written(done, written)
+        begun = np.maximum(self.free, end)
+        over = begun + self.seconds
+        if watcher is not None:
+            watcher.update(begun, over)
+        self.free = np.where(done, over, self.free)
+        self.weights_of = np.where(done, self.gradients_of if self.delayed else begun, self.weights_of)
+        if self.delayed:
+            self.gradients_of = np.where(done, begun, self.gradients_of)
         return np.stack([begun, over])
 
-    def _update_seconds(self) -> np.ndarray:
-        rates, sizes = self.rates, np.repeat(self.update_sizes, len(self.num_slots), axis=1)
-        copies = self._copied_beside() / rates.memory if rates.memory < np.inf else 0.0
-        return np.maximum(sizes / rates.update + copies, sizes / rates.moments)  # the disk works beside it
-
-    def _copied_beside(self) -> np.ndarray:
-        """Bytes of copies beside the update of each layer, (layer, column).
-
-        An exact update has beside it what the next forward copies for the same layer, since neither is ahead of
-        the other for long where that matters; a late one all copies of a step, which it is spread over.
-        """
-        if not self.shape.delayed:
-            return self._copied_forward()
-        played = np.arange(len(self.first))[:, None] < self.num_slots
-        each = self.carried + 2 * self.shape.boundary_bytes
-        copied = self.moved + self.num_microbatches * each
-        share = self.update_sizes / max(self.update_sizes.sum(), 1.0)
-        return share * (self.shape.rounds * np.where(played, copied, 0.0).sum(axis=0))
-
-    def _copied_forward(self) -> np.ndarray:
-        """For each layer, (layer, column), what a forward copies from and to the host."""
-        slots, columns = self.covers[0]
-        stages = self.last[slots, columns] - self.first[slots, columns] + 1
-        carried = self.carried[slots, columns] * self.num_microbatches / stages
-        copied = np.repeat(carried, stages).reshape(len(self.num_slots), -1).T
-        below = np.arange(len(self.sent) - 1)[:, None] < np.max(np.where(self.fused, self.first, 0), axis=0)
-        return copied + np.where(below, self.uploaded_bytes[:, None], 0.0)
-
-    def _set_written(self, done: np.ndarray, written: np.ndarray) -> None:
-        """From when the working weights of each layer are new, to when each slot may have them at the earliest."""
-        written = written.copy()
-        for layer, load in enumerate(self.shape.loads):
-            for lender in load.lenders:
-                np.maximum(written[layer], written[lender], out=written[layer])
-        sent = self.sent[:, None]
-        if self.rates.copies_beside < 1 and not self.shape.delayed:  # of late updates they come much later
-            own = slower_beside(np.diff(sent, axis=0), written[-1] - written, self.rates.copies_beside)
-            sent = np.concatenate((np.zeros((1, written.shape[1])), np.cumsum(own, axis=0)))
-        sent = np.broadcast_to(sent, (len(sent), written.shape[1]))
-        for cover in self.covers:
-            slots, columns, latest = self._latest(cover, done, written - sent[:-1])
-            self._set("written", slots, columns, latest + sent[self.last[slots, columns] + 1, columns])
-
-    def _set_read(self, done: np.ndarray, read: np.ndarray) -> None:
-        """From when the gradients of each layer may land, to when those of each backward slot can have.
-
-        A late update may not have read the ones before when they come, the last layer's first.
-        """
-        read = np.where(self.has_gradient, read + self.sent_down[1:, None], 0.0)
-        slots, columns, latest = self._latest(self.covers[1], done, read)
-        self._set("read", slots, columns, latest - self.sent_down[self.first[slots, columns]])
-
-    def _latest(
-        self, cover: tuple[np.ndarray, np.ndarray], done: np.ndarray, moments: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The stages of a cover, (slot, column), each with the latest of the ``moments`` of its layers.
-
-        Only of the plans that ``done`` marks.
-        """
-        chosen = done[cover[1]]
-        slots, columns = (each[chosen] for each in cover)
-        starts = self.first[slots, columns] + (np.cumsum(done) - 1)[columns] * len(moments)
-        return slots, columns, np.maximum.reduceat(np.ascontiguousarray(moments[:, done].T).ravel(), starts)
-
-    def _set(self, name: str, slots: np.ndarray, columns: np.ndarray, values: np.ndarray) -> None:
-        """Fills a field of ``self.work``."""
-        self.work[SlotWork._fields.index(name)][slots, columns] = values
+    def waited_for(self, work: SlotWork) -> SlotWork:
+        """``work`` with the times at which weights can be up and gradients down."""
+        return work._replace(written=self.weights_of + work.written, read=self.gradients_of + work.read)
 
 
 def update_seconds(plan: Plan, shape: StepShape, rates: Rates) -> float:
     """Of the optimizer's work after a step, with what copies beside it take of the memory."""
-    return float(Run([plan], shape, rates).updating.sum())
+    return float(SlotTable([plan], shape, rates).update_seconds[0])
 
 
 def steps_warm(slots_per_step: np.ndarray, num_workers: int) -> np.ndarray:
@@ -310,8 +188,8 @@ def steps_warm(slots_per_step: np.ndarray, num_workers: int) -> np.ndarray:
 
 def slot_works(plan: Plan, shape: StepShape, rates: Rates) -> list[SlotWork]:
     """What each slot of a round asks of its worker."""
-    work = Run([plan], shape, rates).work
-    return [SlotWork(*map(float, work[:, slot, 0])) for slot in range(plan.num_slots)]
+    slots = SlotTable([plan], shape, rates)
+    return [SlotWork(*(float(part[0]) for part in slots.work(slot))) for slot in range(plan.num_slots)]
 
 
 def watched_steps(plan: Plan, shape: StepShape, rates: Rates, steps: int, watcher: Watcher) -> list[float]:
@@ -336,8 +214,3 @@ def steps_seconds(plans: Sequence[Plan], shape: StepShape, rates: Rates) -> np.n
 def step_seconds(plan: Plan, shape: StepShape, rates: Rates) -> float:
     """Seconds a step in the long run."""
     return float(steps_seconds([plan], shape, rates)[0])
-
-
-def _up_to(values: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Sums of the first 0, 1, 2, ... of ``values``."""
-    return np.concatenate(([0.0], np.cumsum(values)))

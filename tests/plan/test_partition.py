@@ -260,10 +260,15 @@ def test_a_plan_that_does_not_fit_gets_a_smaller_fused_stage_first():
     assert with_smaller_fused_stage(plan, lambda plan: False) is None
 
 
-def test_a_row_at_a_time_a_server_is_done_when_it_is_plan_by_plan():
-    arrivals, rng = np.zeros((9, 300)), np.random.default_rng(0)
-    arrivals[:] = rng.random((9, 300)).cumsum(axis=0)
-    free, before, each = rng.random((3, 300))
-    wide = serve(arrivals, free, before, each)
-    alone = [serve(arrivals[:, [i]], free[[i]], before[[i]], each[[i]]) for i in range(300)]
-    assert np.array_equal(wide, np.concatenate(alone, axis=1))
+def test_a_server_that_is_told_of_some_jobs_is_done_with_them_as_one_that_is_told_of_all():
+    rng = np.random.default_rng(0)
+    arrivals = np.sort(rng.random((9, 300)), axis=0).cumsum(axis=0)  # in ever longer intervals
+    free, before, each = rng.random((3, 300)) * [[5.0], [1.0], [1.0]]
+    expected, done = [], free
+    for arrival in arrivals:
+        done = np.maximum(done + before, arrival) + each
+        expected.append(done)
+    numbers = np.arange(9)[:, None]
+    assert np.allclose(serve(arrivals, free, before, each, numbers), expected)
+    ends = [0, 8]
+    assert np.allclose(serve(arrivals[ends], free, before, each, numbers[ends]), np.array(expected)[ends])

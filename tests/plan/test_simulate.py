@@ -40,6 +40,26 @@ def test_plans_side_by_side_take_what_each_takes_alone(seed):
     assert together.tolist() == pytest.approx([step_seconds(plan, shape, rates) for plan in plans])
 
 
+class Onlooker:
+    def slot(self, number, worker, work, times):
+        assert len(times.computed) > 0
+
+    def update(self, begun, written):
+        assert np.all(begun <= written)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds)
+def test_the_first_and_the_last_microbatch_of_a_slot_say_what_all_do(seed):
+    plans, shape, rates, _ = a_step(seed, count=4)
+    if seed % 2:
+        rates = replace(with_shared_memory(rates, seed), workers_per_switch=2, switch_share=0.7)
+        shape = replace(shape, speeds=[1.0 + worker % 3 for worker in range(shape.num_workers)], hop=0.1)
+    some, every = Run(plans, shape, rates), Run(plans, shape, rates, Onlooker())
+    assert len(every.microbatches) == plans[0].num_microbatches >= len(some.microbatches)
+    assert some.play(6) == pytest.approx(every.play(6), rel=1e-12)
+
+
 @settings(max_examples=40, deadline=None)
 @given(seeds)
 def test_where_only_compute_takes_time_an_exact_step_is_the_plain_rules_makespan(seed):
@@ -251,7 +271,7 @@ def test_an_optimizer_that_takes_no_time_holds_no_late_gradient_up(seed):
     shape, rates = with_an_update_of(1.0, plan, replace(shape, delayed=True, num_workers=1), rates)
     rates = replace(rates, update=np.inf)
     run, free = Run([plan], shape, rates), Run([plan], shape, rates)
-    free.has_gradient[:] = False  # nothing that an update reads
+    free.slots.asked[:, SlotWork._fields.index("read")] = -np.inf  # nothing that an update reads
     assert run.step_seconds() == pytest.approx(free.step_seconds())
 
 
