@@ -1,11 +1,12 @@
-"""Balanced partitions: the longest stage as short as can be, for many numbers of stages.
+"""Partitions to start a search from: the longest stage as short as can be, for many numbers of stages; and ramps.
 
-Tables over numbers of stages, layers below and the last cut give them, O(L^3).
+Tables over numbers of stages, layers below and the last cut give the balanced ones, O(L^3).
 """
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -19,6 +20,9 @@ _TAPERED = 0.4
 
 _COUNTS = 12
 """Numbers of forward stages, and of backward stages, that are tried in all combinations."""
+
+_STEEPEST_FORWARD, _STEEPEST_BACKWARD = 3.0, 2.0
+"""Power of a stage's number with which the work below it grows, at most."""
 
 
 class _Table:
@@ -95,3 +99,30 @@ def balanced_cuts(costs: Sequence[LayerCost], thorough: bool) -> Iterator[Cuts]:
                 forward_counts = forward.counts(top, _COUNTS) if thorough else [forward.fewest(top, limit)]
                 for starts in {kind.starts(number, top) for kind in kinds}:
                     yield from (Cuts(even_forward.starts(n, top), starts, top) for n in forward_counts)
+
+
+def ramped_cuts(costs: Sequence[LayerCost], most: int, rng: random.Random) -> Iterator[Cuts]:
+    """Partitions without end, drawn at random, whose stages are the shorter the lower their layers.
+
+    So workers begin a step, and end it, sooner after one another. How many stages there are, up to ``most``, and
+    how steep the ramp is, is drawn for forward and backward each.
+    """
+    head = len(costs) - 1
+    forward = _up_to([cost.forward for cost in costs[:head]])
+    backward = _up_to([cost.with_recompute for cost in costs])
+
+    def ramp(up_to: np.ndarray, steepest: float) -> frozenset[int]:
+        count = int(min(head, most) ** rng.random()) + 1
+        work = (np.arange(count) / count) ** (1 + (steepest - 1) * rng.random()) * up_to[-1]
+        return frozenset(np.searchsorted(up_to, work).tolist())
+
+    while True:
+        starts = ramp(backward, _STEEPEST_BACKWARD)
+        first = min(max(starts), head)
+        if first > 0:
+            yield Cuts(ramp(forward[: first + 1], _STEEPEST_FORWARD), starts, first)
+
+
+def _up_to(values: Sequence[float]) -> np.ndarray:
+    """Sums of the first 0, 1, 2, ... of ``values``."""
+    return np.concatenate(([0.0], np.cumsum(values)))

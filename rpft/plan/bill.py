@@ -135,7 +135,7 @@ class Billing:
         """What ``plan`` takes."""
         sizes = self._sizing.of(plan)
         device = self._device(plan, sizes)
-        host = self._host(plan, sizes, device)
+        host = self._host(plan, sizes, device, self._between_stages(plan))
         totals = sum(host.values()), sum(device.values()), self._result
         return Bill(*totals, host, device, self._frozen_file, moments_file_bytes(self._pieces))
 
@@ -145,7 +145,13 @@ class Billing:
         device = self._device(plan, sizes)
         if vram_bytes is not None and sum(device.values()) > vram_bytes:
             return False
-        return ram_bytes is None or sum(self._host(plan, sizes, device).values()) <= ram_bytes
+        if ram_bytes is None:
+            return True
+        # An input of each layer and two gradients: no plan keeps more of a microbatch, and to count takes long.
+        most = plan.num_microbatches * (plan.num_layers + 2) * sizes.boundary_bytes
+        if sum(self._host(plan, sizes, device, most).values()) <= ram_bytes:
+            return True
+        return sum(self._host(plan, sizes, device, self._between_stages(plan)).values()) <= ram_bytes
 
     def _device(self, plan: Plan, sizes: WorkerSizes) -> dict[str, int]:
         results = sizes.boundary_bytes + plan.keep_bytes_per_token * self._work.max_tokens
@@ -160,13 +166,18 @@ class Billing:
             device["choices of routers"] = given + RESULTS_IN_FLIGHT * self._choices.largest(plan.forward)
         return device
 
-    def _host(self, plan: Plan, sizes: WorkerSizes, device: Mapping[str, int]) -> dict[str, int]:
+    def _between_stages(self, plan: Plan) -> int:
+        return boundary_bytes_on_host(
+            plan, self._layouts, self._first_trained, self._boundary, self._work.max_tokens
+        )
+
+    def _host(
+        self, plan: Plan, sizes: WorkerSizes, device: Mapping[str, int], between_stages: int
+    ) -> dict[str, int]:
         work, keeping = self._work, keeping_layers(self._layouts, plan, self._first_trained)
         host = {
             "weights, gradients, optimizer state": self._store_bytes,
-            "hidden states between stages": boundary_bytes_on_host(
-                plan, self._layouts, self._first_trained, self._boundary, work.max_tokens
-            ),
+            "hidden states between stages": between_stages,
             "kept for the backward": len(keeping) * plan.num_microbatches * sizes.kept_bytes,
             "process": _PROCESS_BYTES + (_COMPILER_BYTES if work.kernels == "compile" else 0),
         }

@@ -12,7 +12,16 @@ from rpft.model.skeleton import Skeleton
 from rpft.plan.bill import Billing, ModelShape, Workload
 from rpft.plan.costs import LayerCost, layer_costs, layer_loads, measured_costs
 from rpft.plan.dispatch import dispatched
-from rpft.plan.partition import Fits, Seconds, balanced_plan, improved, is_small, with_smaller_fused_stage
+from rpft.plan.partition import (
+    USUAL_EFFORT,
+    Effort,
+    Fits,
+    Seconds,
+    balanced_plan,
+    improved,
+    is_small,
+    with_smaller_fused_stage,
+)
 from rpft.plan.plan import Plan, smallest_stages
 from rpft.plan.profile import LayerProfile
 from rpft.plan.rates import ASSUMED_RATES, Rates
@@ -29,7 +38,10 @@ _FILLED = 0.97
 """Of a worker's memory, what plans that could take less may take: freed memory is not always of use."""
 
 _WORTH_IMPROVING = 0.02
-"""By how much of a step another grain, or a way of keeping more, may be behind before its own cuts are found."""
+"""By how much of a step a way of keeping more may be behind before its own cuts are found."""
+
+_WORTH_SEARCHING = 0.05
+"""The same of another grain, whose search goes further."""
 
 _WORTH_THE_OTHER_GRAIN = 0.005
 """Share of a step that the grain which is not preferred must save."""
@@ -55,6 +67,7 @@ def choose_plan(
     rates: Rates = ASSUMED_RATES,
     speeds: Sequence[float] | None = None,
     near: Plan | None = None,
+    effort: Effort = USUAL_EFFORT,
 ) -> Plan:
     """A plan for ``work`` on ``num_workers`` with ``vram_bytes`` each (None: no limit); ``recompute`` may be auto.
 
@@ -64,6 +77,7 @@ def choose_plan(
     states then cross the link. Where nothing fits, the plan with the smallest stages, whose bill says by how much.
     ``speeds``: of each worker, over that of the one that was measured, where they differ. ``near``: a plan whose
     stages are good for much the same work: the search starts from them and a few others, and is over sooner.
+    ``effort``: of the search.
     """
     rounds = -(-work.accumulation // num_microbatches)
     preferred = ("stage", "layer") if work.kernels == "eager" else ("layer", "stage")
@@ -85,22 +99,34 @@ def choose_plan(
     def clock(costs: Sequence[LayerCost]) -> Seconds:
         return partial(steps_seconds, shape=shape_of(costs), rates=rates)
 
+    def searched(
+        costs: Sequence[LayerCost],
+        grain: str,
+        fits: Fits,
+        seconds: Seconds | None,
+        near: Plan | None,
+        like: Plan | None = None,
+    ) -> Plan | None:
+        sizes = num_workers, num_microbatches, rounds, grain
+        return balanced_plan(costs, *sizes, fits, seconds, near, like, work.delayed, effort)
+
     def search(fits: Fits) -> dict[Plan, float]:
         """The best plan of each grain that is worth a look, and its seconds."""
         found: dict[Plan, float] = {}
         for grain in grains:
             costs = costs_of(grain)
             seconds = None if work.profiles is None else clock(costs)
-            behind = _WORTH_IMPROVING if near is None else -_WORTH_THE_OTHER_GRAIN
+            behind = _WORTH_SEARCHING if near is None else -_WORTH_THE_OTHER_GRAIN
             if found and (
                 seconds is None or not _could_be_faster(grain, next(iter(found.items())), seconds, behind)
             ):
                 continue
-            plan = balanced_plan(costs, num_workers, num_microbatches, rounds, grain, fits, seconds, near)
+            beside = near if not found else next(iter(found))  # stages for one grain are near those for the other
+            plan = searched(costs, grain, fits, seconds, beside)
             if plan is None:
                 continue
             if recompute == "auto" and work.profiles is not None:
-                plan = _keeping_more(plan, work.profiles, rounds, fits, clock)
+                plan = _keeping_more(plan, work.profiles, rounds, work.delayed, fits, clock)
             shape = shape_of(costs_of(grain, plan.keep_bytes_per_token))
             if seconds is None:
                 found[plan] = 0.0
@@ -109,10 +135,14 @@ def choose_plan(
             else:
                 # Stages for workers that are alike suit an order in which the faster ones have more of them.
                 even, uneven = (replace(shape, speeds=speeds) for speeds in (None, shape.speeds))
-                alike, _ = improved(plan, fits, partial(steps_seconds, shape=even, rates=rates), rounds)
+                alike, _ = improved(
+                    plan, fits, partial(steps_seconds, shape=even, rates=rates), rounds, work.delayed
+                )
                 orders = [dispatched(each, shape, rates) for each in (plan, alike)]
                 best, _ = min(orders, key=lambda order: order[1])
-                moved, _ = improved(best, fits, partial(steps_seconds, shape=uneven, rates=rates), rounds)
+                moved, _ = improved(
+                    best, fits, partial(steps_seconds, shape=uneven, rates=rates), rounds, work.delayed
+                )
                 orders.append(dispatched(moved, shape, rates))
                 found.update([min(orders, key=lambda order: order[1])])
         return found
@@ -131,7 +161,11 @@ def choose_plan(
             return plan
         # The cuts were found for uploads that are now spared.
         most = max(billing.of(plan).device, int(_FILLED_WITH_RESIDENTS * vram_bytes))
-        return improved(plan, within(most), partial(steps_seconds, shape=shape, rates=rates), rounds)[0]
+        seconds, fits = partial(steps_seconds, shape=shape, rates=rates), within(most)
+        if near is not None:
+            return improved(plan, fits, seconds, rounds, work.delayed)[0]
+        costs = costs_of(plan.recompute, plan.keep_bytes_per_token)
+        return searched(costs, plan.recompute, fits, seconds, near=plan, like=plan) or plan
     smallest = "layer" if recompute == "auto" else recompute
     single = smallest_stages(len(layouts), num_microbatches, smallest)
     if within(vram_bytes)(single):  # balanced forward stages hold several layers, which here is too many
@@ -170,6 +204,7 @@ def _keeping_more(
     plan: Plan,
     profiles: Sequence[LayerProfile],
     rounds: int,
+    delayed: bool,
     fits: Fits,
     clock: Callable[[Sequence[LayerCost]], Seconds],
 ) -> Plan:
@@ -182,7 +217,7 @@ def _keeping_more(
     clocks = {p: clock(measured_costs(profiles, p.keep_bytes_per_token)) for p in others if p is not None}
     before = {other: float(seconds([other])[0]) for other, seconds in clocks.items()}
     most = min(before.values()) * (1 + _WORTH_IMPROVING)
-    found = dict(improved(p, fits, seconds, rounds) for p, seconds in clocks.items() if before[p] <= most)
+    found = dict(improved(p, fits, seconds, rounds, delayed) for p, seconds in clocks.items() if before[p] <= most)
     # What is kept fills RAM and link: it must be worth something.
     least = min(found.values()) * (1 + _WORTH_KEEPING)
     return min((p for p in found if found[p] <= least), key=lambda p: p.keep_bytes_per_token)

@@ -2,22 +2,26 @@
 
 What is minimised is the predicted time of a step (plan/simulate.py). Which cuts are best depends on all others, by
 way of the workers' turns, so no recursion over layers is exact for it. Balanced partitions that the simulator
-finds fast are improved by it, until no change of one cut, and none of the likeliest changes of two, makes a
-step shorter. Small models have few partitions, and there all are played.
+finds fast are changed at random, a cut or a few at a time, and kept where that makes a step shorter; then cut by
+cut, until no change of one, and none of the likeliest changes of two, does. How much is played is counted, not
+timed, and random numbers have a seed: the same question has the same answer. Small models have few partitions,
+and there all are played.
 """
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from itertools import combinations
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, combinations, islice
 
 import numpy as np
 
-from rpft.plan.balance import balanced_cuts
+from rpft.plan.balance import balanced_cuts, ramped_cuts
 from rpft.plan.costs import LayerCost, layer_loads
-from rpft.plan.cuts import Cuts, all_cuts, cuts_of, stages_of
+from rpft.plan.cuts import Cuts, all_cuts, cuts_of
 from rpft.plan.plan import Plan, Stage
 from rpft.plan.rates import AT_ONCE
 from rpft.plan.simulate import steps_seconds
@@ -27,16 +31,41 @@ Fits = Callable[[Plan], bool]
 Seconds = Callable[[Sequence[Plan]], np.ndarray]
 """Time of a step under each of some plans."""
 
+
+@dataclass(frozen=True)
+class Effort:
+    """How hard a plan is searched for."""
+
+    more: float = 1.0
+    """How many times as much as usual is played."""
+    seed: int = 0
+    """Of the changes at random."""
+
+
+USUAL_EFFORT = Effort()
+
 _AS_GOOD_AS_EQUAL = 1e-6
 
-_MOST_STARTS = 32
-"""Balanced plans whose cuts are moved."""
+_MOST_STARTS = 12
+"""Plans whose cuts are changed."""
 
 _STARTS_BESIDE = 8
 """Balanced plans whose cuts are moved where a plan is given that is near the best."""
 
-_CHANGES = 5
-"""That a start should be able to go through."""
+_RAMPS, _RAMPS_AT_ONCE, _SHARE_RAMPS = 3000, 500, 0.3
+"""Ramps that are played at most, how many side by side, and the share of what may be played that they may take."""
+
+_GENERATIONS = ((12, 0.5), (4, 1.0))
+"""How many plans are changed at random until such a share of that has been played."""
+
+_DRAWN_AT_ONCE = 320
+"""Changed plans that are played side by side: fewer take nearly as long."""
+
+_IN_VAIN = 4
+"""Times that they are drawn and none is faster, after which there is little to be hoped for."""
+
+_SHARE_DRAWN, _SHARE_DRAWN_BESIDE = 0.8, 0.5
+"""Of what may be played, for changes at random; beside a plan that is given, of what is left then."""
 
 _FEW_BLOCKS = 6
 """Of a model with so few blocks all partitions are played: 5,461 at most."""
@@ -50,36 +79,43 @@ _PAIRED_ENDS = 4
 _MOST_PAIRED = 32
 """Changes that were best alone and are tried in pairs where none is good alone."""
 
-_MOST_PLAYED = 330_000
-"""Slots in all plans that are tried: a second or two."""
+_MOST_PLAYED = 4_000_000
+"""Slots of all plans that are tried, with those that a plan counts for: half a second to one and a half."""
+
+_PER_PLAN = 400
+"""Slots that could be played while a plan is thought of and read."""
+
+_REPEATS_WHERE_LATE = 10
+"""What a slot counts for where updates are late: some five steps are played to time one, slower than a single."""
 
 
 class _Search:
-    """Looks for a plan like ``like``, in all but its stages, that fits and takes the shortest step."""
+    """Looks for a plan like ``like``, in all but its stages, that fits and takes the shortest step.
 
-    def __init__(self, like: Plan, fits: Fits, seconds: Seconds, rounds: int) -> None:
-        self.like, self.fits, self.seconds = like, fits, seconds
+    ``repeats``: how many slots a slot counts for.
+    """
+
+    def __init__(
+        self, like: Plan, fits: Fits, seconds: Seconds, repeats: int, effort: Effort = USUAL_EFFORT
+    ) -> None:
+        self.like, self.fits, self.seconds, self.repeats = like, fits, seconds, repeats
         self.head = like.num_layers - 1
         self.known: dict[Cuts, float] = {}
         self.fitting: dict[Cuts, bool] = {}
-        self.left = _MOST_PLAYED // rounds
+        self.left = effort.more * _MOST_PLAYED
+        self.rng = random.Random(effort.seed)
 
     def plan(self, cuts: Cuts) -> Plan:
-        like = self.like
-        return Plan(
-            stages_of(cuts.forward, cuts.first),
-            (Stage(cuts.first, self.head), *reversed(stages_of(cuts.backward, cuts.first))),
-            like.num_microbatches,
-            like.recompute,
-            like.keep_bytes_per_token,
-            like.resident,
-            like.dispatch,
-        )
+        return cuts.plan(self.like)
+
+    def price(self, plan: Plan) -> int:
+        """What playing ``plan`` takes of what may be played."""
+        return _PER_PLAN + self.repeats * plan.num_slots
 
     def play(self, some: Iterable[Cuts]) -> None:
         """Finds out how long a step takes under those that are not known yet."""
         new = {cuts: self.plan(cuts) for cuts in some if cuts not in self.known}
-        self.left -= sum(plan.num_slots for plan in new.values())
+        self.left -= sum(map(self.price, new.values()))
         self.known.update(zip(new, self.seconds(list(new.values())).tolist(), strict=True))
 
     def fit(self, cuts: Cuts) -> bool:
@@ -113,6 +149,8 @@ class _Search:
         going, ends = list(dict.fromkeys(starts)), []
         while going and self.left > 0:
             tried = {cuts: list(cuts.neighbours(self.head)) for cuts in going}
+            if sum(len(others) * self.price(self.plan(cuts)) for cuts, others in tried.items()) > self.left:
+                break
             self.play(other for others in tried.values() for other in others)
             better, changed = {}, {}
             for cuts, others in tried.items():
@@ -139,15 +177,41 @@ class _Search:
         ends = self.descend(starts, in_pairs=False)
         return self.descend(self.fastest(ends, _PAIRED_ENDS), in_pairs=True)
 
-    def affordable(self, cuts: Cuts) -> int:
-        """From how many starts like ``cuts`` a descent of some changes can be paid."""
-        one = len(list(cuts.neighbours(self.head))) * self.plan(cuts).num_slots
-        return max(2, min(_MOST_STARTS, self.left // (_CHANGES * one)))
+    def play_ramps(self, costs: Sequence[LayerCost]) -> None:
+        """Finds out how long a step takes under ramps that fit, with up to about twice the slots of the best."""
+        most = 2 * self.plan(min(self.known, key=lambda cuts: self.known[cuts])).num_slots
+        ramps = ramped_cuts(costs, most, self.rng)
+        least = (1 - _SHARE_RAMPS) * self.left
+        for _ in range(0, _RAMPS, _RAMPS_AT_ONCE):
+            if self.left > least:
+                self.play(cuts for cuts in dict.fromkeys(islice(ramps, _RAMPS_AT_ONCE)) if self.fit(cuts))
+
+    def evolve(self, starts: Iterable[Cuts], most: float) -> list[Cuts]:
+        """``starts`` with cuts changed at random as long as that makes a step shorter, the best with most tries.
+
+        It ends when ``most`` has been played, or nothing faster is found; the worse ones are left on the way.
+        """
+        begun, going, ends = self.left, list(dict.fromkeys(starts)), []
+        for count, share in _GENERATIONS:
+            going.sort(key=lambda cuts: self.known[cuts])
+            ends, going, in_vain = ends + going[count:], going[:count], 0
+            while going and in_vain < _IN_VAIN and begun - self.left < share * most:
+                tries = range(max(1, _DRAWN_AT_ONCE // len(going)))
+                drawn = {cuts: [cuts.drawn(self.head, self.rng) for _ in tries] for cuts in going}
+                self.play(dict.fromkeys(chain.from_iterable(drawn.values())))
+                better = [(*self.fastest(self.shorter(some, cuts), 1), cuts)[0] for cuts, some in drawn.items()]
+                in_vain = in_vain + 1 if better == going else 0
+                going = list(dict.fromkeys(better))
+        return ends + going
 
 
 def is_small(num_layers: int) -> bool:
     """Whether all partitions of so many layers can be played."""
     return num_layers - 2 <= _FEW_BLOCKS
+
+
+def _repeats(rounds: int, delayed: bool) -> int:
+    return rounds * (_REPEATS_WHERE_LATE if delayed else 1)
 
 
 def balanced_plan(
@@ -159,16 +223,22 @@ def balanced_plan(
     fits: Fits,
     seconds: Seconds | None = None,
     near: Plan | None = None,
+    like: Plan | None = None,
+    delayed: bool = False,
+    effort: Effort = USUAL_EFFORT,
 ) -> Plan | None:
     """The best plan that ``fits`` accepts, or None. ``costs``: one a layer, embedding to head.
 
     ``seconds`` says how long a step takes. Without it, where costs are estimates, only compute takes time and the
     best of the balanced plans will do. ``near``: the search starts from it and a few balanced plans, no more.
+    ``like``: what the plan is to have beside its stages, if that is more than M and ``recompute``. ``delayed``:
+    whether updates are late.
     """
     head = len(costs) - 1
-    like = Plan((), (Stage(0, head),), num_microbatches, recompute)
+    like = like or Plan((), (Stage(0, head),), num_microbatches, recompute)
     shape = StepShape(layer_loads(costs), 0, 0, num_workers, rounds, delayed=False, slot_seconds=0.0)
-    search = _Search(like, fits, seconds or (lambda plans: steps_seconds(plans, shape, AT_ONCE)), rounds)
+    estimated = partial(steps_seconds, shape=shape, rates=AT_ONCE)
+    search = _Search(like, fits, seconds or estimated, _repeats(rounds, delayed), effort)
     if seconds is not None and is_small(len(costs)):
         search.play(all_cuts(head))
         found = search.fastest(search.known, 1)
@@ -181,8 +251,11 @@ def balanced_plan(
                 search.play([cuts_of(near)])
                 starts.append(cuts_of(near))
             found = search.descend_from(starts)
+            found = search.evolve(found, _SHARE_DRAWN_BESIDE * search.left)
         elif found and seconds is not None:
-            found = search.descend_from(search.apart(search.known, search.affordable(found[0])))
+            search.play_ramps(costs)
+            found = search.evolve(search.apart(search.known, _MOST_STARTS), _SHARE_DRAWN * search.left)
+            found += search.descend(search.fastest(found, _PAIRED_ENDS), in_pairs=True)
     if not found:
         return None
     # Of plans that are as good as equally fast the one with fewer slots moves fewer bytes.
@@ -190,9 +263,9 @@ def balanced_plan(
     return min((search.plan(cuts) for cuts in found if search.known[cuts] <= least), key=lambda p: p.num_slots)
 
 
-def improved(plan: Plan, fits: Fits, seconds: Seconds, rounds: int) -> tuple[Plan, float]:
+def improved(plan: Plan, fits: Fits, seconds: Seconds, rounds: int, delayed: bool = False) -> tuple[Plan, float]:
     """``plan``, which fits, with its cuts moved as long as that makes a step shorter; and the step's seconds."""
-    search, cuts = _Search(plan, fits, seconds, rounds), cuts_of(plan)
+    search, cuts = _Search(plan, fits, seconds, _repeats(rounds, delayed)), cuts_of(plan)
     search.play([cuts])
     cuts = search.descend_from([cuts])[0]
     return search.plan(cuts), search.known[cuts]

@@ -23,7 +23,7 @@ _TURNS_WARM = 3
 
 _TURNS_TIMED = 8
 
-_FEW_AT_ONCE, _MOST_AT_ONCE = 64, 1024
+_FEW_AT_ONCE, _MOST_AT_ONCE = 320, 1024
 """Plans played side by side: a few take no longer than one, and of so many the times stay in the cache."""
 
 

@@ -83,13 +83,14 @@ class SlotTable:
         ends = [0, *(np.flatnonzero(np.diff(self.num_slots)) + 1).tolist(), len(self.num_slots)]
         self._alike = [(slice(a, b), int(self.num_slots[a])) for a, b in pairwise(ends)]
         """Plans side by side with the same number of slots."""
+        self._fewest = int(self.num_slots.min())
 
     def work(self, number: int) -> SlotWork:
         """What slot ``number`` of a run, of each plan, asks of its worker.
 
         ``written`` and ``read`` count from the beginning of the update that a slot waits for.
         """
-        if len(self._alike) == 1:
+        if len(self._alike) == 1 or number < self._fewest:
             return SlotWork(*self.asked[number % self._alike[0][1]])
         work = np.empty(self.asked.shape[1:])
         for columns, num_slots in self._alike:

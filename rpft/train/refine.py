@@ -235,5 +235,6 @@ def replanned(measured: AnyPlanned) -> AnyPlanned:
 
     costs = measured_costs(profiles, plan.keep_bytes_per_token, plan.recompute)
     shape = step_shape(measured.layouts, work, costs, target.num_workers, measured.rounds, target.speeds)
-    found, _ = improved(plan, fits, partial(steps_seconds, shape=shape, rates=measured.rates), measured.rounds)
+    seconds = partial(steps_seconds, shape=shape, rates=measured.rates)
+    found, _ = improved(plan, fits, seconds, measured.rounds, work.delayed)
     return replace(measured, plan=found, bill=billing.of(found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from support.models import tiny_config
+from support.engines import random_plan
 
 from rpft.model.adapters import LoraSettings, inject_lora
 from rpft.model.build import build_model
@@ -100,6 +101,24 @@ def test_llama_8b_is_trained_in_full_within_96_gib_with_moments_of_fewer_bytes(s
     assert (bill.host <= 96 << 30) == fits
     each = bill.host_parts["weights, gradients, optimizer state"] / sum(x.num_trained for x in layouts)
     assert each == {"fp32": 14, "bf16": 10, "8bit": 8.03125}[state]
+
+
+@pytest.mark.parametrize("in_groups", [False, True])
+def test_plans_fit_the_ram_of_their_bill_and_no_byte_less(in_groups: bool):
+    family, settings, _ = SHAPES["Qwen3-235B-A22B, LoRA on attention"]
+    config = getattr(transformers, family)(**{**settings, "num_hidden_layers": 6})  # for the time the test takes
+    skeleton = cut(build_model(config, torch.bfloat16, "auto"))
+    if in_groups:  # whose hidden states are wider
+        skeleton = next(ever_more_groups(skeleton, torch.bfloat16))
+    layouts = build_layers(skeleton, torch.bfloat16)
+    billing = Billing(layouts, Workload(model_shape(config, 2), 2048, 16, delayed=False))
+    rng = random.Random(0)
+    for _ in range(200):
+        plan = random_plan(rng, len(layouts), rng.choice([1, 2, 16]))
+        bill = billing.of(plan)
+        assert billing.fits(plan, bill.device, bill.host)
+        assert not billing.fits(plan, None, bill.host - 1)
+        assert not billing.fits(plan, bill.device - 1, None)
 
 
 def test_an_nf4_base_of_235b_fits_ordinary_ram_and_a_card_of_24_gib():
