@@ -162,8 +162,6 @@ def choose_plan(
         # The cuts were found for uploads that are now spared.
         most = max(billing.of(plan).device, int(_FILLED_WITH_RESIDENTS * vram_bytes))
         seconds, fits = partial(steps_seconds, shape=shape, rates=rates), within(most)
-        if near is not None:
-            return improved(plan, fits, seconds, rounds, work.delayed)[0]
         costs = costs_of(plan.recompute, plan.keep_bytes_per_token)
         return searched(costs, plan.recompute, fits, seconds, near=plan, like=plan) or plan
     smallest = "layer" if recompute == "auto" else recompute

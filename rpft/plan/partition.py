@@ -64,8 +64,11 @@ _DRAWN_AT_ONCE = 320
 _IN_VAIN = 4
 """Times that they are drawn and none is faster, after which there is little to be hoped for."""
 
-_SHARE_DRAWN, _SHARE_DRAWN_BESIDE = 0.8, 0.5
-"""Of what may be played, for changes at random; beside a plan that is given, of what is left then."""
+_SHARE_DRAWN = 0.8
+"""Of what may still be played then, for changes at random."""
+
+_SHARE_BESIDE = 0.5
+"""Of what may be played, where a plan is given that is near the best."""
 
 _FEW_BLOCKS = 6
 """Of a model with so few blocks all partitions are played: 5,461 at most."""
@@ -79,11 +82,11 @@ _PAIRED_ENDS = 4
 _MOST_PAIRED = 32
 """Changes that were best alone and are tried in pairs where none is good alone."""
 
-_MOST_PLAYED = 4_000_000
+_MOST_PLAYED = 5_000_000
 """Slots of all plans that are tried, with those that a plan counts for: half a second to one and a half."""
 
-_PER_PLAN = 400
-"""Slots that could be played while a plan is thought of and read."""
+_PER_PLAN, _PER_SLOT = 400, 2
+"""Slots that could be played while a plan is thought of, and while one of its slots is read."""
 
 _REPEATS_WHERE_LATE = 10
 """What a slot counts for where updates are late: some five steps are played to time one, slower than a single."""
@@ -110,7 +113,7 @@ class _Search:
 
     def price(self, plan: Plan) -> int:
         """What playing ``plan`` takes of what may be played."""
-        return _PER_PLAN + self.repeats * plan.num_slots
+        return _PER_PLAN + (_PER_SLOT + self.repeats) * plan.num_slots
 
     def play(self, some: Iterable[Cuts]) -> None:
         """Finds out how long a step takes under those that are not known yet."""
@@ -134,15 +137,16 @@ class _Search:
         return found
 
     def apart(self, some: Iterable[Cuts], count: int) -> list[Cuts]:
-        """Up to ``count`` that fit, first the best with their backward stages or number of slots."""
-        seen: Counter[object] = Counter()
+        """Up to ``count`` that fit: half of them the fastest, then the fastest with each number of slots."""
+        seen: Counter[int] = Counter()
         ranked = []
         for cuts in sorted(some, key=lambda cuts: self.known[cuts]):
             if self.fit(cuts):
-                kinds = (cuts.backward, cuts.first), self.plan(cuts).num_slots
-                ranked.append((min(seen[kind] for kind in kinds), cuts))
-                seen.update(kinds)
-        return [cuts for _, cuts in sorted(ranked, key=lambda item: item[0])[:count]]
+                slots = self.plan(cuts).num_slots
+                ranked.append((seen[slots], cuts))
+                seen[slots] += 1
+        fastest = [cuts for _, cuts in ranked[: count // 2]]
+        return list(dict.fromkeys(fastest + [cuts for _, cuts in sorted(ranked, key=lambda x: x[0])]))[:count]
 
     def descend(self, starts: Iterable[Cuts], in_pairs: bool) -> list[Cuts]:
         """``starts`` with single cuts changed, or two at a time, for as long as that makes a step shorter."""
@@ -177,8 +181,15 @@ class _Search:
         ends = self.descend(starts, in_pairs=False)
         return self.descend(self.fastest(ends, _PAIRED_ENDS), in_pairs=True)
 
+    def best_from(self, starts: Iterable[Cuts]) -> list[Cuts]:
+        """Where changes at random lead from ``starts``, and from the best of that descents, in pairs too."""
+        ends = self.evolve(starts, _SHARE_DRAWN * self.left)
+        return ends + self.descend(self.fastest(ends, _PAIRED_ENDS), in_pairs=True)
+
     def play_ramps(self, costs: Sequence[LayerCost]) -> None:
         """Finds out how long a step takes under ramps that fit, with up to about twice the slots of the best."""
+        if not self.known:
+            return
         most = 2 * self.plan(min(self.known, key=lambda cuts: self.known[cuts])).num_slots
         ramps = ramped_cuts(costs, most, self.rng)
         least = (1 - _SHARE_RAMPS) * self.left
@@ -244,18 +255,16 @@ def balanced_plan(
         found = search.fastest(search.known, 1)
     else:
         search.play(cuts for cuts in balanced_cuts(costs, thorough=seconds is not None) if search.fit(cuts))
-        found = search.fastest(search.known, len(search.known) if seconds is None else 1)
-        if seconds is not None and near is not None:
-            starts = search.apart(search.known, _STARTS_BESIDE)
-            if search.fit(cuts_of(near)):
+        if seconds is None:
+            found = search.fastest(search.known, len(search.known))
+        else:
+            search.left *= 1 if near is None else _SHARE_BESIDE
+            search.play_ramps(costs)
+            starts = search.apart(search.known, _MOST_STARTS if near is None else _STARTS_BESIDE)
+            if near is not None and search.fit(cuts_of(near)):
                 search.play([cuts_of(near)])
                 starts.append(cuts_of(near))
-            found = search.descend_from(starts)
-            found = search.evolve(found, _SHARE_DRAWN_BESIDE * search.left)
-        elif found and seconds is not None:
-            search.play_ramps(costs)
-            found = search.evolve(search.apart(search.known, _MOST_STARTS), _SHARE_DRAWN * search.left)
-            found += search.descend(search.fastest(found, _PAIRED_ENDS), in_pairs=True)
+            found = search.best_from(starts)
     if not found:
         return None
     # Of plans that are as good as equally fast the one with fewer slots moves fewer bytes.

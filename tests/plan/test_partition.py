@@ -232,7 +232,7 @@ def test_a_plan_of_128_blocks_takes_no_more_playing_than_agreed(rounds, delayed)
     )
     assert plan is not None
     plan.check(130)
-    assert played < 4_500_000  # 1.7 s of one core at most
+    assert played < 5_500_000  # 1.8 s of one core at most
 
 
 def test_the_same_search_finds_the_same_plan_whatever_the_machine_does():
