@@ -49,9 +49,6 @@ _AS_GOOD_AS_EQUAL = 1e-6
 _MOST_STARTS = 12
 """Plans whose cuts are changed."""
 
-_STARTS_BESIDE = 8
-"""Balanced plans whose cuts are moved where a plan is given that is near the best."""
-
 _RAMPS, _RAMPS_AT_ONCE, _SHARE_RAMPS = 3000, 500, 0.3
 """Ramps that are played at most, how many side by side, and the share of what may be played that they may take."""
 
@@ -67,7 +64,7 @@ _IN_VAIN = 4
 _SHARE_DRAWN = 0.8
 """Of what may still be played then, for changes at random."""
 
-_SHARE_BESIDE = 0.5
+_SHARE_BESIDE = 0.7
 """Of what may be played, where a plan is given that is near the best."""
 
 _FEW_BLOCKS = 6
@@ -260,7 +257,7 @@ def balanced_plan(
         else:
             search.left *= 1 if near is None else _SHARE_BESIDE
             search.play_ramps(costs)
-            starts = search.apart(search.known, _MOST_STARTS if near is None else _STARTS_BESIDE)
+            starts = search.apart(search.known, _MOST_STARTS)
             if near is not None and search.fit(cuts_of(near)):
                 search.play([cuts_of(near)])
                 starts.append(cuts_of(near))
