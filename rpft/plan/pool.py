@@ -48,6 +48,7 @@ class SlotWork(NamedTuple):
     kept_up: Any = 0.0
     """Of a microbatch: hidden states that come up while it is computed."""
     kept_down: Any = 0.0
+    """Of a microbatch: what goes down while it is computed."""
     backward: Any = 0.0
     """1 for a slot that has gradients, else 0."""
 
@@ -113,8 +114,9 @@ class Pool:
         start = self._through(self.switch_up, worker, start, upload)
         uploaded = self.weights_up[w] = np.maximum(start + upload, work.written)
         inputs = serve(arrivals, self.inputs_up[w], 0.0, self.input_up, numbers) if self.input_up else arrivals
-        # A hidden state a layer is carried while the neighbouring layers compute: what is slower sets the pace.
-        pace = np.maximum(work.compute, work.kept_up)
+        # A hidden state a layer is carried while the neighbouring layers compute: what is slower sets the pace, on
+        # the way down since few results may wait (sizes.RESULTS_IN_FLIGHT).
+        pace = np.maximum(work.compute, np.maximum(work.kept_up, work.kept_down))
         computed = serve(inputs, np.maximum(self.compute[w], uploaded), work.recompute, pace, numbers)
         self.inputs_up[w] = np.maximum(inputs[-1], computed[-1] - pace + work.kept_up)
         delivered = computed

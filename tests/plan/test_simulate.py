@@ -109,6 +109,14 @@ def with_shared_memory(rates, seed):
     return replace(rates, memory=1e6 * rng.uniform(0.2, 4), copies_beside=rng.uniform(0.2, 1))
 
 
+def test_compute_is_no_further_ahead_of_what_goes_down_than_may_wait():
+    """Otherwise a forward that keeps more than its link carries would seem to be over while most of it waits."""
+    for compute, kept_down, pace in ((1.0, 3.0, 3.0), (3.0, 1.0, 3.0)):
+        times = Pool(1, output_down=0.5).slot(0, np.zeros((8, 1)), SlotWork(compute=compute, kept_down=kept_down))
+        assert times.computed[-1] == pytest.approx(8 * pace)
+        assert times.delivered[-1] >= times.computed[-1] + 0.5
+
+
 @settings(max_examples=40, deadline=None)
 @given(seeds)
 def test_plans_side_by_side_share_no_memory(seed):
