@@ -55,7 +55,7 @@ def given_plan(recipe: Recipe, skeleton: Skeleton, num_layers: int) -> Plan | No
     accumulation = recipe.train.gradient_accumulation_steps
     if then and accumulation % plan.num_microbatches:
         raise UserError(
-            f"engine.plan {path} does not fit the recipe: its rounds have {plan.num_microbatches} microbatches, and"
-            f" a step {accumulation} (train.gradient_accumulation_steps). Make the plan again with `rpft plan`"
+            f"engine.plan {path} does not fit the recipe: its rounds have {plan.num_microbatches} microbatches, "
+            f"and a step {accumulation} (train.gradient_accumulation_steps). Make the plan again with `rpft plan`"
         )
     return plan
