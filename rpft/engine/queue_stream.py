@@ -53,6 +53,14 @@ class QueueStream(Stream):
         if len(self._in_flight) > _TASKS_IN_FLIGHT:
             self._in_flight.popleft().synchronize()
 
+    def _settle(self) -> None:
+        # Behind the last thread the memory goes that copies still read and write; a fault leaves some under way.
+        try:
+            while self._in_flight:
+                self._in_flight.popleft().synchronize()
+        except RuntimeError as error:  # the device itself is broken, and does nothing any more
+            self._failure.set(error)
+
     def _await(self, event: Event) -> None:
         event.wait_issued(self._failure)
         if event.native is not None:

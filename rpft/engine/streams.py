@@ -190,6 +190,9 @@ class Stream:
     def _enter(self) -> Any:
         """Called once in the stream's thread; the result is kept while it runs."""
 
+    def _settle(self) -> None:
+        """Called last in the stream's thread: returns when what it has issued is done."""
+
     def _put(self, task: Callable[[], object], what: str) -> None:
         with self._ready:
             assert not self._closing, f"stream {self.name} is closed"
@@ -224,6 +227,7 @@ class Stream:
             self._failure.set(fault)
         finally:
             self._tasks.clear()
+            self._settle()
 
     def close(self) -> None:
         """Lets queued tasks finish (or be dropped after a fault) and asks the thread to end."""
@@ -237,7 +241,7 @@ class Stream:
         return self._thread.ident if self._thread.is_alive() else None
 
     def join(self, timeout_seconds: float) -> bool:
-        """Waits for the thread; False when it still runs."""
+        """Waits for the thread, which ends when what it has issued is done; False when it still runs."""
         self._thread.join(timeout_seconds)
         if self._thread.is_alive():
             return False

@@ -109,3 +109,33 @@ def test_what_has_happened_on_the_host_is_nothing_to_wait_for_on_the_device(held
     stream.record(done)
     done.wait_issued(failure)
     assert queue.told_to_wait_for == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_thread_ends_when_the_device_is_done_with_the_memory_that_it_was_given(fails, held):
+    stream, queue, failure = held
+    stream.run(lambda: None, "a copy to memory of the host")
+    stream.record(Event())  # behind the copy, and no mark to wait for at the end
+    gate = queue.gate(1)
+    if fails:
+        failure.set(RuntimeError("another thread's"))
+    stream.close()
+    assert queue.gates[0].waited_for.wait(30)
+    assert not stream.join(0.01)
+    assert not gate.waited_for.is_set()
+    queue.gates[0].opened.set()
+    assert stream.join(30)
+
+
+def test_a_device_that_breaks_at_the_end_is_told_of(held):
+    stream, queue, failure = held
+
+    class Broken(Gate):
+        def synchronize(self):
+            raise RuntimeError("an illegal memory access was encountered")
+
+    queue.record_event = Broken
+    stream.run(lambda: None, "a copy")
+    stream.close()
+    assert stream.join(30)
+    assert "illegal memory access" in str(failure.error)
