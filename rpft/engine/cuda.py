@@ -77,6 +77,8 @@ class CudaStream(QueueStream):
         """``link``: what this stream's transfers are slowed down to, None for the real one."""
         self._device, self._link = device, link
         self._cuda_stream = torch.cuda.Stream(device)
+        # Behind what was done to its buffers so far: deterministic torch, for one, fills what it allocates.
+        self._cuda_stream.wait_event(torch.cuda.current_stream(device).record_event())
         super().__init__(name, failure, delays, self._cuda_stream, clock)
 
     def stamp(self) -> Any:

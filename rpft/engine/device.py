@@ -21,7 +21,7 @@ class Device(Protocol):
     torch_device: torch.device
 
     def stream(self, purpose: str, failure: Failure, delays: Delays) -> Stream:
-        """A new in-order stream of this device."""
+        """A new in-order stream of this device. It starts behind what the calling thread has issued to it."""
         ...
 
     def allocate(self, num_bytes: int) -> torch.Tensor:

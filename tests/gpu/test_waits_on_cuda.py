@@ -6,7 +6,8 @@ import pytest
 import torch
 from support.engines import plan_of, run_engine
 
-from rpft.engine.failure import EngineError
+from rpft.engine.failure import EngineError, Failure
+from rpft.engine.streams import Delays, Event
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,3 +85,34 @@ def test_without_waits_on_the_device_a_late_stream_does_change_them(
             raise
     else:
         assert punctual(name, make_device).differences(late) != []
+
+
+def test_a_stream_starts_behind_what_was_done_to_its_buffers(make_device):
+    """Deterministic torch fills what it allocates, where nothing else orders that before an upload."""
+    device, failure = make_device(0), Failure()
+    torch.cuda._sleep(200_000_000)  # 0.1 s
+    buffer = device.allocate(1 << 20).fill_(1)
+    stream = device.stream("weights up", failure, Delays(None))
+    stream.run(buffer.zero_, "first use")
+    stream.record(Event()).synchronize(failure)
+    stream.close()
+    assert stream.join(5.0)
+    torch.cuda.synchronize()
+    assert not buffer.any()
+
+
+def test_a_stream_that_a_fault_ends_has_no_copy_under_way(make_device):
+    device, failure = make_device(0), Failure()
+    buffer, host = device.allocate(1 << 20).fill_(1), device.allocate_host(1 << 20)
+    stream, issued = device.stream("gradients down", failure, Delays(None)), Event()
+
+    def copy():
+        torch.cuda._sleep(200_000_000)  # 0.1 s
+        host.copy_(buffer, non_blocking=True)
+
+    stream.run(copy, "a copy")
+    stream.record(issued)
+    issued.wait_issued(failure)
+    failure.set(RuntimeError("another thread's"))
+    assert stream.join(5.0)
+    assert host.all()
