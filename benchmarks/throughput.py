@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 import torch
+from hiding import by_the_rule, hidden_from
 from random_job import PRESETS, Step, gpu_names, make_job, make_recipe, model_of, random_store
 from record import machine, write_record
 from timeline import overlap_table
@@ -33,6 +34,7 @@ from rpft.engine.engine import Engine
 from rpft.engine.failure import Failure
 from rpft.engine.slot import HostBatch
 from rpft.engine.tracer import Tracer
+from rpft.errors import UserError
 from rpft.model.cut_experts import cut_experts
 from rpft.model.host_store import HostStore
 from rpft.model.layers import build_layers
@@ -56,7 +58,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=numbers, default=[5], help="timed, drained at both ends")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before those that are timed")
     parser.add_argument("--update", type=lambda text: text.split(","), default=["sync"])
-    parser.add_argument("--emulate-link", type=numbers, default=[0], help="GB/s each way; 0: the link as it is")
+    parser.add_argument("--emulate-link", type=numbers, default=[0], help="GB/s each way, of GPUs; 0: as it is")
     parser.add_argument("--trace", type=Path, help="folder for a Chrome trace of three more steps of each")
     parser.add_argument("--expert-groups", type=int, default=1, help="layers of its own for a block's experts")
     parser.add_argument("--json", type=Path)
@@ -192,6 +194,11 @@ class Run:
         self.update_seconds: list[float] = []
         """From the arrival of a step's last gradient to the last layer's update."""
 
+    @property
+    def follows_the_rule(self) -> bool:
+        """Whether all weights are trained and every token meets all of them; see hiding.py."""
+        return not self.model.arguments.lora and not any(self.prepared.skeleton.choices)
+
     def start(self) -> None:
         """Builds the engine."""
         self.machinery.start()
@@ -322,8 +329,19 @@ def _predicted(run: Run, tokens_per_second: float) -> list[tuple[str, float, str
         f" and {statistics.median(run.update_seconds[-run.step.timed :]):.3f} measured",
         flush=True,
     )
-    beside = profile.beside
+    beside, rates, shape = profile.beside, run.prepared.rates, usual.shape
+    hidden = hidden_from(shape, rates, usual.plan.resident)
+    print(
+        f"compute hides uploads from {hidden.forward:.0f} tokens a forward slot on and {hidden.backward:.0f} a"
+        f" backward slot, the update from {hidden.update:.0f} a step"
+    )
+    all_hidden = [("tokens a step that hide all", hidden.step(shape.rounds), "tokens")]
+    if run.follows_the_rule:
+        rule = by_the_rule(shape, rates)
+        print(f"by the rule of thumb from {rule.forward:.0f}, {rule.backward:.0f} and {rule.update:.0f}")
+        all_hidden += [("the same by the rule of thumb", rule.step(shape.rounds), "tokens")]
     return [
+        *all_hidden,
         ("tokens a second, predicted", tokens_per_second, "tok/s"),
         ("update, predicted", seconds, "s"),
         ("optimizer alone", profile.updates / 1e9, "G parameters/s"),
@@ -334,7 +352,14 @@ def _predicted(run: Run, tokens_per_second: float) -> list[tuple[str, float, str
 
 
 def main() -> int:
-    arguments = parse()
+    try:
+        return run_all(parse())
+    except UserError as error:
+        sys.exit(str(error))
+
+
+def run_all(arguments: argparse.Namespace) -> int:
+    """Measures every combination; the exit code."""
     started = time.perf_counter()
     steps = steps_of(arguments)
     model = Model(arguments, steps[0], expert_groups=arguments.expert_groups)

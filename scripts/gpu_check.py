@@ -2,8 +2,8 @@
 
     python scripts/gpu_check.py [--only 1.7b,8b] [--peers] [--skip-tests] [--out FOLDER] [--commit HASH]
 
---only takes names of cases or groups: 1.7b, 8b, 8b-lora, 8b-small, one, links, long, huge, scaling; of peers:
-roof, fsdp2, roundpipe. --peers adds the peers of the chosen groups. FOLDER gets gpu_check.json, written
+--only takes names of cases or groups: 1.7b, 8b, 8b-lora, 8b-small, one, links, long, huge, scaling, loading; of
+peers: roof, fsdp2, roundpipe. --peers adds the peers of the chosen groups. FOLDER gets gpu_check.json, written
 anew after each case, so that what is done stays if the call is ended, and gpu_check.log. rpft runs under a cap of
 24 GiB of VRAM a GPU; an H200 computes faster and has a wider link than the cards that the cap stands for.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -29,6 +30,8 @@ from record import ROOT, commit, machine, write_record
 from rpft.peers.process import reason, run_python
 
 TESTS_SECONDS = 400
+WORKERS = re.compile(r"\d+ worker\(s\)")
+"""In the names of what throughput.py measures."""
 MEDIAN, DRAINED = "tokens a second, median step", "tokens a second, drained"
 COLUMNS = {
     "median": (MEDIAN, "{:,.0f}"),
@@ -38,8 +41,17 @@ COLUMNS = {
     "bill": ("VRAM by the bill", "{:.1f}"),
     "RAM": ("RAM, resident", "{:.0f}"),
     "RAM bill": ("RAM by the bill", "{:.0f}"),
+    "hides all": ("tokens a step that hide all", "{:,.0f}"),
+    "by the rule": ("the same by the rule of thumb", "{:,.0f}"),
+    "loading": ("second load", "{:.1f}"),
 }
-"""Of the table: metric and format; rates in tokens a second, memory in GiB."""
+"""Of the table: metric and format; rates in tokens a second, memory in GiB, loading in GB/s.
+
+What hides, and the rule: benchmarks/hiding.py.
+"""
+
+OF_ONE = "of one"
+"""The column for how many times as fast as on one worker the same work is, where both were measured."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +173,7 @@ CASES = [
     ),
     Case("scaling-1.7b", f"{RPFT} qwen3-1.7b --rows 40 --sequence 4096 {SCALING_STEP} {BOTH}", ("scaling",), 400),
     Case("scaling-8b", f"{RPFT} llama-3.1-8b --rows 20 --sequence 4096 {SCALING_STEP} {BOTH}", ("scaling",), 500),
+    Case("loading", "benchmarks/loading.py llama-3.1-8b --gb 6", seconds=200),
     Case(
         "scaling-8b-lora", f"{RPFT} llama-3.1-8b --lora 32 --rows 20 --sequence 4096 {SCALING_STEP}", ("scaling",)
     ),
@@ -257,16 +270,19 @@ def run(words: Sequence[str], log: Path, seconds: float) -> tuple[int | None, li
 
 def table(outcomes: list[Outcome]) -> str:
     """A line for each combination that was measured, then one for each case that failed, with its reason."""
-    rows = [["case", *COLUMNS]]
+    rows = [["case", *COLUMNS, OF_ONE]]
     for outcome in outcomes:
+        medians = {r["case"]: r["value"] for r in outcome.results if r["metric"] == MEDIAN}
         for name in dict.fromkeys(result["case"] for result in outcome.results):
             values = {r["metric"]: r["value"] for r in outcome.results if r["case"] == name}
             values.setdefault("RAM, resident", values.get("RAM, taken"))
+            one = WORKERS.sub("1 worker(s)", name)
+            ratio = f"{medians[name] / medians[one]:.2f}" if one != name and one in medians else ""
             cells = [
                 "" if values.get(metric) is None else form.format(values[metric])
                 for metric, form in COLUMNS.values()
             ]
-            rows.append([name, *cells])
+            rows.append([name, *cells, ratio])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     names = [row[0].ljust(widths[0]) for row in rows]
     figures = [[cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)] for row in rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 from itertools import pairwise
@@ -77,9 +78,23 @@ def test_what_a_killed_case_has_written_counts(check, script):
     assert [result["value"] for result in record(check)["results"]] == [1234.5, 7.0]
     assert [f["case"] for f in record(check)["failed"]] == ["killed"]
     header, measured, failed = gpu_check.table(check.outcomes).splitlines()
-    assert header.split() == ["case", "median", "drained", "predicted", "VRAM", "bill", "RAM", "RAM", "bill"]
+    columns = ["case", "median", "drained", "predicted", "VRAM", "bill", "RAM", "RAM bill"]
+    columns += ["hides all", "by the rule", "loading", "of one"]
+    assert re.split(r"  +", header) == columns
     assert measured.split() == ["half", "of", "it", "1,234", "7"]
     assert failed.startswith("FAILED killed: exit code")
+
+
+def test_a_row_of_more_workers_says_how_many_times_as_fast_they_are_as_one():
+    def result(case, rate):
+        return {"case": case, "metric": gpu_check.MEDIAN, "value": rate, "unit": "tok/s"}
+
+    names = [f"tiny full {update}, {n} worker(s), 4 x 8" for update in ("sync", "delayed") for n in (4, 2, 1)]
+    results = [result(name, rate) for name, rate in zip(names, [380, 195, 100, 400, 220, 110], strict=True)]
+    alone = result("tiny full sync, 2 worker(s), 8 x 8", 195)
+    table = gpu_check.table([gpu_check.Outcome("scaling", [*results, alone])])
+    last = [line.split()[-1] for line in table.splitlines()[1:]]
+    assert last == ["3.80", "1.95", "100", "3.64", "2.00", "110", "195"]
 
 
 def test_a_case_that_takes_too_long_is_ended_with_the_processes_that_it_started(check, script, tmp_path):
