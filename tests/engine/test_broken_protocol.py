@@ -5,7 +5,10 @@ with the norm of a whole step, so tests/optim/test_adamw.py shows it alone. Orde
 all updates.
 """
 
+from dataclasses import replace
+
 import pytest
+import torch
 from support.engines import plan_of, run_engine
 from support.sabotage import Sabotage
 
@@ -13,6 +16,15 @@ from rpft.engine.failure import EngineError
 
 THREE = plan_of([(0, 1), (2, 3)], [(4, 5), (2, 3), (0, 1)], 2, "stage")
 ONE = plan_of([(0, 4)], [(5, 5), (0, 4)], 2, "stage")
+KEEPING = replace(plan_of([(0, 1), (2, 3)], [(4, 5), (2, 3), (0, 1)], 2, "layer"), keep_bytes_per_token=300)
+ONE_KEEPING = replace(ONE, recompute="layer", keep_bytes_per_token=300)
+FOUR = replace(THREE, num_microbatches=4)
+SETTINGS = {
+    KEEPING: {"kernels": "trace"},
+    ONE_KEEPING: {"kernels": "trace"},
+    FOUR: {"gradient_dtype": torch.bfloat16, "dtype": torch.bfloat16},
+}
+"""Of runs by plan. A step is one round where gradients leave rounded."""
 
 # what is broken: plan, update_lag, (stream that waits, what for, number of the wait, tasks until the harm)
 BREACHES = {
@@ -35,6 +47,20 @@ BREACHES = {
     "an output goes down before it was computed": (THREE, 0, ("activations down", "computed")),
     "an output goes down over one that is still to be read": (ONE, 0, ("activations down", "arrived", 2)),
     "gradients go down before they are computed": (THREE, 0, ("gradients down", "computed")),
+    "an output's gradient goes up into a buffer in use": (
+        FOUR,
+        0,
+        ("activations up", "output gradient buffer free"),
+    ),
+    "rounding writes over gradients that are going down": (FOUR, 0, ("compute", "rounded buffer free")),
+    "what was kept goes up into a buffer in use": (KEEPING, 0, ("activations up", "kept buffer free")),
+    "what was kept goes up before it was delivered": (KEEPING, 0, ("activations up", "kept delivered")),
+    "what was kept is used before it is there": (KEEPING, 0, ("compute", "kept arrived", 1, 3)),
+    "what is kept goes down over what is still to be read": (
+        ONE_KEEPING,
+        0,
+        ("activations down", "kept arrived", 3),
+    ),
     "the step's loss is read before it is there": (THREE, 0, ("optimizer", "loss", 1)),
 }
 
@@ -45,11 +71,19 @@ def run(checkpoint):
 
     def run(name, sabotage):
         plan, update_lag, _ = BREACHES[name]
+        settings = SETTINGS.get(plan, {})
         doubles = (
             {} if sabotage is None else {"make_device": sabotage.make_device, "before_run": sabotage.before_run}
         )
         return run_engine(
-            checkpoint("llama"), plan, 2, microbatches=4, steps=2 + update_lag, update_lag=update_lag, **doubles
+            checkpoint("llama"),
+            plan,
+            2,
+            microbatches=4,
+            steps=2 + update_lag,
+            update_lag=update_lag,
+            **settings,
+            **doubles,
         )
 
     return run

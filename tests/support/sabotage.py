@@ -58,9 +58,12 @@ class Sabotage:
                 (worker._weight_ring, "weight buffer free"),
                 (worker._accumulators._ring, "gradient buffer free"),
                 (worker._input_ring, "input buffer free"),
-                (worker._grad_input_ring, "input buffer free"),
+                (worker._grad_input_ring, "output gradient buffer free"),
+                (worker._kept_ring, "kept buffer free"),
             ):
                 self._label_ring(ring, label)
+            if worker._accumulators._rounds:
+                self._label_ring(worker._accumulators._rounded_ring, "rounded buffer free")
             self._label_slots(worker)
         self._watch_updates(engine._controller)
         self._hold_optimizer(optimizer)
@@ -93,6 +96,9 @@ class Sabotage:
                 for reading in [*task.inputs.values(), *([task.grad_input] if task.grad_input else [])]:
                     self.labels[reading.boundary.delivered] = "delivered"
                     self.labels[reading.done] = "arrived"
+                for reading in task.kept_inputs.values():
+                    self.labels[reading.boundary.delivered] = "kept delivered"
+                    self.labels[reading.done] = "kept arrived"
             enqueue(slot)
 
         worker.enqueue = labelled
