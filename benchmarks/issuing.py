@@ -20,7 +20,8 @@ from random_job import DTYPE, Step, make_job, make_recipe
 from record import machine, write_record
 
 from rpft.engine.places import Places
-from rpft.model.functions import DeviceBatch, LayerFunctions
+from rpft.model.device_batch import DeviceBatch
+from rpft.model.functions import LayerFunctions
 from rpft.plan.plan import Stage
 from rpft.plan.sizes import region_starts
 

@@ -21,3 +21,8 @@ class DeviceBatch:
     """[trained tokens] int64: the token that each of them must predict."""
     row_starts: torch.Tensor | None = None
     """Of packed rows, for kernels that take it; see model/packed_attention.py."""
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """Ids, and positions if any."""
+        return [self.input_ids] if self.position_ids is None else [self.input_ids, self.position_ids]

@@ -32,39 +32,6 @@ from rpft.model.trunk import Trunk, attend_by, placed
 _NOTHING = BlockCall((), {})
 """What experts are given beside their input."""
 
-_CONTEXTS_KEPT = 4
-"""Contexts remembered a worker: unpacked microbatches of one shape share theirs."""
-
-
-@dataclass(frozen=True)
-class DeviceBatch:
-    """What a worker needs of one microbatch, on its device; small beside the hidden state."""
-
-    input_ids: torch.Tensor
-    """[rows, sequence] int64."""
-    position_ids: torch.Tensor | None
-    """[rows, sequence] int64, or None: 0, 1, ... in every row."""
-    trained_at: torch.Tensor
-    """[trained tokens] int64: places in the flattened microbatch whose logits are scored."""
-    targets: torch.Tensor
-    """[trained tokens] int64: the token that each of them must predict."""
-    row_starts: torch.Tensor | None = None
-    """Of packed rows, for kernels that take it; see model/packed_attention.py."""
-
-    @property
-    def inputs(self) -> list[torch.Tensor]:
-        """Ids, and positions if any."""
-        return [self.input_ids] if self.position_ids is None else [self.input_ids, self.position_ids]
-
-
-class _TrunkStub(nn.Module):
-    """Stands in the place of the trunk in front of the family's own head code."""
-
-    output: Any = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.output
-
 
 class LayerFunctions:
     """The layers 0 (embedding), 1..L (blocks) and L + 1 (head) of one model as functions, on one device."""
@@ -107,18 +74,8 @@ class LayerFunctions:
             if part.experts is None and skeleton.balanced_at(part.block)
         )
         """Layers with a load-balancing loss of their router: they add to ``router_loss.LOSS`` among the sums."""
-        self.head = HeadLoss(self, shared)
-
-        self._state = ShellState(skeleton.returns_tuple)
-        self._front = self._place(self._without_blocks(skeleton))
-        self._back = self._place(self._without_blocks(skeleton))
-        for path in skeleton.embedding_modules:
-            stub = EmbeddingStub(path, model.get_submodule(path), dtype)
-            replace_module(self._back, path.removeprefix(self.prefix), stub)
-        self._trunk = _TrunkStub()
-        memo = {id(skeleton.trunk): self._trunk}
-        self._causal = self._place(copy.deepcopy(model, memo))
-        self._contexts: OrderedDict[Any, tuple[torch.Tensor | None, list[BlockCall]]] = OrderedDict()
+        self._trunk = Trunk(skeleton, device, dtype)
+        self.head = HeadLoss(self._trunk, shared)
         self._own_names: dict[tuple[int, str], str] = {}
         self.training = False
         self.train(True)
@@ -164,8 +121,9 @@ class LayerFunctions:
         if mode == self.training:
             return
         self.training = mode
-        for module in (self._front, self._back, self._causal, *self._templates):
-            module.train(mode)
+        self._trunk.train(mode)
+        for template in self._templates:
+            template.train(mode)
 
     # -- attention -----------------------------------------------------------------------------------------
 
@@ -293,54 +251,19 @@ class LayerFunctions:
         """Places the dropout of a layer: by its block, however that is cut."""
         return None if key is None else mix(key, self._parts[layer - 1].block + 1 if layer else 0)
 
-    def _embed(self, weights: Weights, batch: DeviceBatch) -> torch.Tensor:
-        def stop(index: int, hidden: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
-            raise StopForward(hidden)
-
-        return self._run_trunk(self._front, self._strip(weights, self.prefix), batch, stop)
-
     def _embed_as_graph(self, weights: Weights, batch: DeviceBatch) -> torch.Tensor:
-        """As ``_embed``, without all that the trunk makes for its blocks on the way there."""
+        """As the trunk embeds, without all that it makes for its blocks on the way there."""
         others = batch.inputs
 
         def run(*tensors: torch.Tensor) -> tuple[torch.Tensor]:
             ids, *positions = tensors[: len(others)]
             own = dict(zip(weights, tensors[len(others) :], strict=True))
-            return (self._embed(own, DeviceBatch(ids, positions[0] if positions else None, ids, ids)),)
+            return (self._trunk.embed(own, DeviceBatch(ids, positions[0] if positions else None, ids, ids)),)
 
         key = len(others), tuple(weights), self.training
         tensors = [*others, *weights.values()]
         with torch.no_grad():
             return self._kernels.call("the embedding", key, run, tensors, len(others), compiled=False)[0]
-
-    def finish(
-        self, hidden: torch.Tensor, weights: Weights, ids: torch.Tensor, positions: torch.Tensor | None
-    ) -> torch.Tensor:
-        """From the last block's output to what the head is given: final hidden states [tokens, hidden].
-
-        ``weights`` are those of the trunk, by full name.
-        """
-
-        def hand_over(index: int, ignored: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
-            return hidden if index == self.num_blocks - 1 else ignored
-
-        batch = DeviceBatch(ids, positions, ids, ids)
-        output = self._run_trunk(self._back, self._strip(weights, self.prefix), batch, hand_over)
-        others = {name: value for name, value in output.items() if name != "last_hidden_state"}
-        assert not any(isinstance(value, torch.Tensor) for value in others.values())
-        self._trunk_output = type(output), others
-        return output.last_hidden_state.flatten(0, 1)
-
-    def head_logits(self, hidden: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """The family's own head, soft-capping and scaling, on final hidden states [tokens, hidden]."""
-        kind, others = self._trunk_output
-        self._trunk.output = kind(**others, last_hidden_state=hidden.unsqueeze(0))
-        own = {n: w for n, w in weights.items() if not n.startswith(self.prefix)}
-        ids = torch.zeros(1, hidden.shape[0], dtype=torch.long, device=hidden.device)
-        try:
-            return functional_call(self._causal, own, (), {"input_ids": ids, "use_cache": False}).logits[0]
-        finally:
-            self._trunk.output = None
 
     def logits(self, hidden: torch.Tensor, weights: Weights, batch: DeviceBatch) -> torch.Tensor:
         """Logits [rows, sequence, vocabulary] of the last block's output: for checks on a few tokens."""

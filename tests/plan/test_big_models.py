@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from support.engines import random_plan
+from support.models import tiny_config
 
 from rpft.model.adapters import LoraSettings, inject_lora
 from rpft.model.build import build_model
