@@ -76,6 +76,8 @@ def inject_lora(skeleton: Skeleton, settings: LoraSettings, base_model: str) -> 
         with warnings.catch_warnings():
             # peft asks transformers a question under a name that transformers is about to drop
             warnings.filterwarnings("ignore", category=FutureWarning)
+            # peft gives fused gate and up twice the rank by a pattern, and looks for it among modules only
+            warnings.filterwarnings("ignore", r".*_pattern keys did not match", RuntimeWarning)
             peft_model = get_peft_model(model, config, adapter_name=ADAPTER, low_cpu_mem_usage=True)
     except (ValueError, TypeError, NotImplementedError) as error:
         keys = f"adapter.target_modules {settings.target_modules!r}"

@@ -106,6 +106,17 @@ def test_dropout_and_dora_of_layers_that_are_experts_are_refused(settings: Any, 
         load_lora(tmp_path, replace(LORA, **settings))
 
 
+def test_fused_gate_and_up_of_experts_have_twice_the_rank_and_peft_s_wrong_warning_is_not_told(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """It says that their rank is ignored, since it looks for them among modules; they are parameters."""
+    config = tiny_checkpoint(tmp_path, "qwen3_moe").config
+    store = load_lora(tmp_path, LoraSettings(4, 8.0, 0.0, ["gate_proj", "up_proj", "down_proj"])).store
+    assert not [str(warning.message) for warning in recwarn if "pattern" in str(warning.message)]
+    stacks = [name for name in store.names() if ".experts." in name and "lora_A" in name]
+    assert {len(store.tensor(name)) // config.num_experts for name in stacks} == {4, 8}
+
+
 def test_parameters_that_match_nothing_are_refused(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path, "llama")
     with pytest.raises(UserError, match=r"adapter\.target_modules \[\], target_parameters \['mlp\.experts"):
