@@ -41,11 +41,16 @@ def one_thread_a_kernel() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(autouse=True, scope="session")
+_KNOWN_CHOICES: dict[Any, Any] = {}
+
+
+@pytest.fixture(autouse=True, scope="module")
 def choices_seen_once() -> Iterator[None]:
-    """What the routers of alike blocks of equal configs pick is found once: that takes as long as three steps."""
-    known: dict[Any, Any] = {}
-    find = cut.find_choices
+    """What the routers of alike blocks of equal configs pick is found once: that takes as long as three steps.
+
+    For the modules that ask for this alone, though what was found is kept for all of them.
+    """
+    known, find = _KNOWN_CHOICES, cut.find_choices
 
     def seen(block: torch.nn.Module, hidden: torch.Tensor, args: Any, kwargs: Any) -> Any:
         configs = {m.config.to_json_string() for m in block.modules() if hasattr(m, "config")}
