@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from record import machine, write_record
@@ -60,8 +61,9 @@ class InTurns:
 
     @staticmethod
     def _drain(master: int) -> None:
-        while os.read(master, 1 << 16):
-            pass
+        with suppress(OSError):  # the other end is closed
+            while os.read(master, 1 << 16):
+                pass
 
     def begin(self, first_step: int, num_steps: int, watched: Watched | None = None) -> None:
         assert watched is not None
