@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ class Checkpoint:
             return read_dequantized(name, self._read, self._file_of, str(self._file_of[name]))
         if name in self.floats.fp8:
             where = f"{self._file_of[name]}: {name}"
-            return dequantize_fp8(self._read(name), self._read(scale_of(name)), self._fp8_block(), where)
+            return dequantize_fp8(self._read(name), self._read(scale_of(name)), self._fp8_block, where)
         return self._read(name)
 
     def num_experts(self, name: str) -> int:
@@ -152,6 +153,7 @@ class Checkpoint:
         """The parts of a quantised tensor, which must be as ``packed`` says."""
         return read_parts(name, packed, self._read, self._file_of, str(self._file_of[name]))
 
+    @cached_property
     def _fp8_block(self) -> tuple[int, int]:
         config = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
         rows, columns = config["quantization_config"]["weight_block_size"]
