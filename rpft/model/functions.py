@@ -77,7 +77,6 @@ class LayerFunctions:
         self._trunk = Trunk(skeleton, device, dtype)
         self.head = HeadLoss(self._trunk, shared)
         self._own_names: dict[tuple[int, str], str] = {}
-        self.training = False
         self.train(True)
 
     @property
@@ -118,9 +117,8 @@ class LayerFunctions:
 
     def train(self, mode: bool) -> None:
         """Switches dropout on or off in every template."""
-        if mode == self.training:
+        if mode == self._trunk.training:
             return
-        self.training = mode
         self._trunk.train(mode)
         for template in self._templates:
             template.train(mode)
@@ -260,7 +258,7 @@ class LayerFunctions:
             own = dict(zip(weights, tensors[len(others) :], strict=True))
             return (self._trunk.embed(own, DeviceBatch(ids, positions[0] if positions else None, ids, ids)),)
 
-        key = len(others), tuple(weights), self.training
+        key = len(others), tuple(weights), self._trunk.training
         tensors = [*others, *weights.values()]
         with torch.no_grad():
             return self._kernels.call("the embedding", key, run, tensors, len(others), compiled=False)[0]

@@ -51,6 +51,7 @@ class Trunk:
         memo = {id(skeleton.trunk): self._stub}
         self._causal = placed(copy.deepcopy(model, memo), device)
         self._contexts: OrderedDict[Any, tuple[torch.Tensor | None, list[BlockCall]]] = OrderedDict()
+        self.training = False
 
     def _without_blocks(self, skeleton: Skeleton) -> nn.Module:
         path = skeleton.blocks_path.removeprefix(self.prefix)
