@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +90,9 @@ class Loader:
         if self._model_bytes() > self._ram_bytes:
             return self._from_disk(num_tokens).eval()
         if source.trained_whole:
-            model = self._in_ram(source.opened())
+            model = self._in_ram(Merged(source.opened(), source.computed_dtype))
         elif self._quantised:
-            model = self._in_ram(source.untrained())
+            model = self._in_ram(self._untrained)
         else:
             model = self._from_pretrained(source.folder, source.config)
         if source.adapter is not None:
@@ -106,7 +107,7 @@ class Loader:
         """What the weights take in RAM."""
         source = self._source
         if self._quantised:
-            return Merged(source.untrained(), source.computed_dtype).num_bytes
+            return self._untrained.num_bytes
         stored = sum(file.stat().st_size for file in {*Checkpoint(source.folder).files()})
         if source.dtype is None or source.config.dtype is None:
             return stored
@@ -118,11 +119,14 @@ class Loader:
         dtype = "auto" if self._source.dtype is None else self._source.dtype
         return AutoModelForCausalLM.from_pretrained(folder, config=copy.deepcopy(config), dtype=dtype, **settings)
 
-    def _in_ram(self, opened: TrainedModel) -> Any:
+    @cached_property
+    def _untrained(self) -> Merged:
+        """The model in the source's folder; to build it takes seconds."""
+        return Merged(self._source.untrained(), self._source.computed_dtype)
+
+    def _in_ram(self, merged: Merged) -> Any:
         """What rpft reads itself, whole in RAM."""
-        dtype = self._source.computed_dtype
-        merged = Merged(opened, dtype)
-        model = build_model(copy.deepcopy(merged.config), dtype, "auto")
+        model = build_model(copy.deepcopy(merged.config), self._source.computed_dtype, "auto")
         state = {name: tensor.clone() for tensors, _ in merged.layers() for name, tensor in tensors.items()}
         model.load_state_dict(state, strict=False, assign=True)  # a tied head is not among them
         model.tie_weights()
