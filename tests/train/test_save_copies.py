@@ -290,9 +290,8 @@ def test_an_update_waits_for_the_piece_of_its_layer_that_is_being_written_and_co
     assert saver.take_reports()[0].copied_bytes == 2 * 400  # both moments of layer 0
 
 
-def test_a_piece_that_is_being_copied_is_written_from_its_copy(tmp_path, monkeypatch):
-    store = HostStore(build_layouts([[TensorSpec("w", (100,), torch.float32, True, True, "w")]], {}))
-    expected = as_it_stands(store, tmp_path / "expected")
+def held_copies(monkeypatch):
+    """(set when a copy is begun, to be set for it to go on)."""
     copying, go_on, copied = threading.Event(), threading.Event(), save_copies._copied
 
     def slowly(*given):
@@ -301,6 +300,13 @@ def test_a_piece_that_is_being_copied_is_written_from_its_copy(tmp_path, monkeyp
         return copied(*given)
 
     monkeypatch.setattr(save_copies, "_copied", slowly)
+    return copying, go_on
+
+
+def test_a_piece_that_is_being_copied_is_written_from_its_copy(tmp_path, monkeypatch):
+    store = HostStore(build_layouts([[TensorSpec("w", (100,), torch.float32, True, True, "w")]], {}))
+    expected = as_it_stands(store, tmp_path / "expected")
+    copying, go_on = held_copies(monkeypatch)
     disk = Disk(monkeypatch)
     saver = saver_for(store, tmp_path / "saved", region=EVERYTHING)
     saver.arm(STEP)
@@ -355,14 +361,7 @@ def test_a_run_that_fails_while_a_piece_is_copied_keeps_its_save_and_does_not_wa
     rng = random.Random(2)
     store = random_store(rng, "float32")
     expected = as_it_stands(store, tmp_path / "expected")
-    copying, go_on, copied = threading.Event(), threading.Event(), save_copies._copied
-
-    def slowly(*given):
-        copying.set()
-        assert go_on.wait(HANG_SECONDS)
-        return copied(*given)
-
-    monkeypatch.setattr(save_copies, "_copied", slowly)
+    copying, go_on = held_copies(monkeypatch)
     saver = saver_for(store, tmp_path / "saved", region=EVERYTHING)
     saver.arm(STEP)
     optimizer = threading.Thread(target=lambda: saver.copy_ahead(STEP + 1), daemon=True)
