@@ -6,10 +6,13 @@ They are called through this module (``files.write(...)``), so that a test can p
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -95,3 +98,37 @@ def digest(paths: Iterable[Path]) -> str:
     for path in paths:
         hashed.update(path.name.encode() + b"\0" + path.read_bytes())
     return hashed.hexdigest()
+
+
+@contextmanager
+def scratch_folder(place: Path, prefix: str) -> Iterator[Path]:
+    """A new folder in ``place`` that is gone in the end; OSError where none can be made.
+
+    Folders of the same ``prefix`` whose process has ended are removed first: each is locked by its own, and the
+    system lets go of the lock however that ends. Where the disk has no locks, they stay.
+    """
+    for left in place.glob(f"{prefix}*"):
+        with suppress(OSError), _opened(left) as descriptor:  # another's, or another user's
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove_tree(left)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
+        with _opened(folder) as descriptor:
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if not folder.exists():  # taken for a dead one's before it was locked
+                continue
+            try:
+                yield folder
+            finally:
+                remove_tree(folder)
+            return
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -7,6 +7,7 @@ import logging
 import mmap
 import threading
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -46,8 +47,15 @@ def page_locked(num_bytes: int) -> torch.Tensor:
         # The finaliser holds the mapping, so that the pages are given back to the system only after this.
         weakref.finalize(holder, _unregister, runtime, tensor.data_ptr(), mapping)
     else:
+        _forget_error()
         _say_refused(code)
     return tensor
+
+
+def _forget_error() -> None:
+    """Takes this thread's last error from the runtime, which else keeps it for the next kernel to fail with."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
 
 
 def _say_refused(code: object) -> None:

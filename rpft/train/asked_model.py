@@ -196,7 +196,7 @@ class Loader:
                 " `rpft export` if a run made it"
             )
         merged = Merged(source.opened(), source.computed_dtype)
-        folder = Path(self._scratch_folder(merged.num_bytes))
+        folder = self._scratch_folder(merged.num_bytes)
         self._say(f"merging {gib(merged.num_bytes)} into {folder}, since RAM does not hold them")
         write_config(merged.config, source.computed_dtype, folder)
         # By the names of the model itself: experts are stacked then, and need not be written once more.
@@ -213,7 +213,7 @@ class Loader:
         weights = (named for path in stacks for named in model.get_submodule(path).named_parameters(prefix=path))
         return sum(parameter.nbytes for name, parameter in weights if name not in there)
 
-    def _scratch_folder(self, num_bytes: int) -> str:
+    def _scratch_folder(self, num_bytes: int) -> Path:
         """A folder that goes with the speaker; UserError where its disk has no room for ``num_bytes``."""
         place = self._path if os.access(self._path, os.W_OK) else Path(tempfile.gettempdir())
         free = files.free_bytes(place)
@@ -223,5 +223,4 @@ class Loader:
                 f" read it from the disk {gib(num_bytes)} are to be written into {place}, where {gib(free)} are"
                 " free: make room, or `rpft export --out` a folder on another disk and generate from that"
             )
-        made = tempfile.TemporaryDirectory(prefix=".rpft-generate-", dir=place)
-        return self._cleanup.enter_context(made)
+        return self._cleanup.enter_context(files.scratch_folder(place, ".rpft-generate-"))

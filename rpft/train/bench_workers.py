@@ -12,7 +12,6 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -105,7 +104,7 @@ def bench_here(
     try:
         prepared = prepare(recipe.with_values("engine", workers=workers), _say, measured=True)
         with _place_for_frozen(prepared) as folder:
-            store = load_weights(prepared, Path(folder), lambda done, total: None)
+            store = load_weights(prepared, folder, lambda done, total: None)
             losses: list[float] = []
             if work is not None:
                 compared = list(dict.fromkeys(full_steps(prepared, num_losses)))
@@ -118,12 +117,12 @@ def bench_here(
         return Failed(workers, f"{type(error).__name__}: {error}")
 
 
-def _place_for_frozen(prepared: Prepared) -> AbstractContextManager[str]:
+def _place_for_frozen(prepared: Prepared) -> AbstractContextManager[Path]:
     """A folder on the disk of the run, gone again in the end, where the plan has frozen weights on the disk."""
     output_dir = Path(prepared.recipe.output_dir)
     if not prepared.on_disk:
-        return nullcontext(str(output_dir))
-    return TemporaryDirectory(prefix=".rpft-bench-", dir=files.existing_folder(output_dir))
+        return nullcontext(output_dir)
+    return files.scratch_folder(files.existing_folder(output_dir), ".rpft-bench-")
 
 
 def _say(line: str) -> None:

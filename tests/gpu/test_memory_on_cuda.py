@@ -10,6 +10,7 @@ import torch
 from support.engines import plan_of
 from support.recipes import WORDS, make_project, watch
 
+from rpft.engine import host_memory
 from rpft.engine.cuda import CudaDevice
 
 pytestmark = [
@@ -90,3 +91,21 @@ def test_a_device_without_a_limit_may_take_more_than_a_limited_one_before_it(who
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(256 << 20, dtype=torch.uint8, device="cuda:0")
     assert CudaDevice(0, None).allocate(256 << 20).numel() == 256 << 20
+
+
+def test_a_refused_page_lock_leaves_no_error_to_the_next_kernel(monkeypatch):
+    runtime = torch.cuda.cudart()
+
+    class Refusing:
+        def cudaHostRegister(self, address, num_bytes, flags):
+            assert int(runtime.cudaHostRegister(address, num_bytes, flags)) == 0
+            code = runtime.cudaHostRegister(address, num_bytes, flags)  # a second time is refused
+            runtime.cudaHostUnregister(address)
+            return code
+
+    monkeypatch.setattr(torch.cuda, "cudart", Refusing)
+    monkeypatch.setattr(host_memory._PageLocking, "refused", False)
+    memory = host_memory.page_locked(1 << 20)
+    assert host_memory._PageLocking.refused
+    there = torch.ones(1 << 20, dtype=torch.uint8, device="cuda:0")
+    assert (memory.copy_(there) == 1).all()
