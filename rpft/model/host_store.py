@@ -16,11 +16,12 @@ import torch
 
 from rpft.model.frozen_file import FrozenFile
 from rpft.model.host_layer import HostLayer
-from rpft.model.layout import LayerLayout, TensorSpec, backward_order
+from rpft.model.layout import LayerLayout, TensorSpec
 from rpft.model.moments import StateFormat, moments_bytes, stored_block
 from rpft.model.moments_file import MomentsFile
 from rpft.model.pages import zeroed_pages
 from rpft.model.quant import PackedWeight, Parts
+from rpft.model.update_order import backward_order
 
 HostAllocator = Callable[[int], torch.Tensor]
 """Bytes to a uint8 tensor of exactly that many zeroed bytes of host memory, page-locked where the device wants it.

@@ -126,7 +126,7 @@ def choose_plan(
             if plan is None:
                 continue
             if recompute == "auto" and work.profiles is not None:
-                plan = _keeping_more(plan, work.profiles, rounds, work.delayed, fits, clock)
+                plan = _keeping_more(plan, work.profiles, fits, shape_of, rates)
             shape = shape_of(costs_of(grain, plan.keep_bytes_per_token))
             if seconds is None:
                 found[plan] = 0.0
@@ -134,15 +134,10 @@ def choose_plan(
                 found[plan] = step_seconds(plan, shape, rates)
             else:
                 # Stages for workers that are alike suit an order in which the faster ones have more of them.
-                even, uneven = (replace(shape, speeds=speeds) for speeds in (None, shape.speeds))
-                alike, _ = improved(
-                    plan, fits, partial(steps_seconds, shape=even, rates=rates), rounds, work.delayed
-                )
+                alike, _ = improved(plan, fits, replace(shape, speeds=None), rates)
                 orders = [dispatched(each, shape, rates) for each in (plan, alike)]
                 best, _ = min(orders, key=lambda order: order[1])
-                moved, _ = improved(
-                    best, fits, partial(steps_seconds, shape=uneven, rates=rates), rounds, work.delayed
-                )
+                moved, _ = improved(best, fits, shape, rates)
                 orders.append(dispatched(moved, shape, rates))
                 found.update([min(orders, key=lambda order: order[1])])
         return found
@@ -201,10 +196,9 @@ def step_shape(
 def _keeping_more(
     plan: Plan,
     profiles: Sequence[LayerProfile],
-    rounds: int,
-    delayed: bool,
     fits: Fits,
-    clock: Callable[[Sequence[LayerCost]], Seconds],
+    shape_of: Callable[[Sequence[LayerCost]], StepShape],
+    rates: Rates,
 ) -> Plan:
     """``plan``, or one like it whose forward keeps what shortens a step, where link, RAM and VRAM have room."""
     if plan.recompute != "layer":
@@ -212,10 +206,10 @@ def _keeping_more(
     options = {size for profile in profiles for size, _ in profile.keep_options}
     # What is kept takes VRAM on its way, which fewer layers in the fused stage make room for.
     others = [with_smaller_fused_stage(replace(plan, keep_bytes_per_token=size), fits) for size in sorted(options)]
-    clocks = {p: clock(measured_costs(profiles, p.keep_bytes_per_token)) for p in others if p is not None}
-    before = {other: float(seconds([other])[0]) for other, seconds in clocks.items()}
+    shapes = {p: shape_of(measured_costs(profiles, p.keep_bytes_per_token)) for p in others if p is not None}
+    before = {other: step_seconds(other, shape, rates) for other, shape in shapes.items()}
     most = min(before.values()) * (1 + _WORTH_IMPROVING)
-    found = dict(improved(p, fits, seconds, rounds, delayed) for p, seconds in clocks.items() if before[p] <= most)
+    found = dict(improved(p, fits, shape, rates) for p, shape in shapes.items() if before[p] <= most)
     # What is kept fills RAM and link: it must be worth something.
     least = min(found.values()) * (1 + _WORTH_KEEPING)
     return min((p for p in found if found[p] <= least), key=lambda p: p.keep_bytes_per_token)

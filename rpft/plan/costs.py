@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from rpft.model.layout import LayerLayout
-from rpft.model.skeleton import Skeleton
-from rpft.plan.profile import LayerProfile
+if TYPE_CHECKING:
+    from rpft.model.layout import LayerLayout
+    from rpft.model.skeleton import Skeleton
+    from rpft.plan.profile import LayerProfile
 
 
 @dataclass(frozen=True)
@@ -109,12 +111,12 @@ def layer_costs(layouts: list[LayerLayout], skeleton: Skeleton) -> list[LayerCos
 
 def scaled(profile: LayerProfile, share: float) -> LayerProfile:
     """``profile`` for a microbatch of so many times the tokens: everything grows with them."""
-    return LayerProfile(
-        profile.forward_seconds * share,
-        profile.backward_seconds * share,
-        round(profile.forward_bytes * share),
-        round(profile.backward_bytes * share),
-        round(profile.kept_bytes * share),
-        round(profile.kept_backward_bytes * share),
-        profile.keep_options,
+    return replace(
+        profile,
+        forward_seconds=profile.forward_seconds * share,
+        backward_seconds=profile.backward_seconds * share,
+        forward_bytes=round(profile.forward_bytes * share),
+        backward_bytes=round(profile.backward_bytes * share),
+        kept_bytes=round(profile.kept_bytes * share),
+        kept_backward_bytes=round(profile.kept_backward_bytes * share),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -84,7 +85,8 @@ def _one_drawn(starts: frozenset[int], end: int, rng: random.Random) -> frozense
     """One start below ``end`` left out or added, or one or several in a row moved by a layer or two."""
     if end < 2:
         return starts
-    within = sorted(start for start in starts if 0 < start < end)
+    within = sorted(starts)
+    within = within[bisect_right(within, 0) : bisect_left(within, end)]
     if not within or rng.random() >= _OF_STARTS_THERE_ARE:
         return starts ^ {1 + int(rng.random() * (end - 1))}
     low = high = int(rng.random() * len(within))
@@ -120,7 +122,9 @@ def cuts_of(plan: Plan) -> Cuts:
 @lru_cache(maxsize=8192)
 def stages_of(starts: frozenset[int], end: int) -> tuple[Stage, ...]:
     """The stages over the layers below ``end``, from the bottom."""
-    return tuple(starmap(_stage, pairwise([*sorted(start for start in starts if start < end), end])))
+    within = sorted(starts)
+    within[bisect_left(within, end) :] = [end]
+    return tuple(starmap(_stage, pairwise(within)))
 
 
 @lru_cache(maxsize=16384)

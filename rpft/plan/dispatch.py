@@ -30,6 +30,9 @@ _STEPS_PLAYED = 4
 _MOST_PAIRED = 16
 """Moves that were best alone and are tried in pairs where none is good alone."""
 
+_MOST_ORDERED = 300
+"""Slots of a step for which an order is looked for."""
+
 _MOST_PLAYED = 100_000
 """Slots in all that are played to improve an order."""
 
@@ -42,15 +45,16 @@ def dispatched(plan: Plan, shape: StepShape, rates: Rates) -> tuple[Plan, float]
     """
     in_turn = replace(plan, dispatch=())
     turns = step_seconds(in_turn, shape, rates)
-    slots = plan.num_slots * shape.rounds
-    written = tuple(slot % shape.num_workers for slot in range(slots))
-    starts = [_earliest_finish(in_turn, shape, rates), written]
-    found = [_with_slots_moved(replace(plan, dispatch=order), shape, rates) for order in starts]
-    best, least = min(found, key=lambda item: item[1])
+    # Of many rounds the order of the first ones is given to the others too.
+    few = replace(shape, rounds=max(1, min(shape.rounds, _MOST_ORDERED // plan.num_slots)))
+    written = tuple(slot % shape.num_workers for slot in range(plan.num_slots * few.rounds))
+    orders = (_earliest_finish(in_turn, few, rates), written)
+    found = [_with_slots_moved(replace(plan, dispatch=order), few, rates) for order in orders]
+    best, least = min(((order, step_seconds(order, shape, rates)) for order in found), key=lambda item: item[1])
     return (best, least) if least < turns * (1 - _WORTH_LEAVING_TURNS) else (in_turn, turns)
 
 
-def _with_slots_moved(plan: Plan, shape: StepShape, rates: Rates) -> tuple[Plan, float]:
+def _with_slots_moved(plan: Plan, shape: StepShape, rates: Rates) -> Plan:
     """``plan`` with slots given to other workers, one at a time or two, as long as that makes a step shorter."""
     best, least, left = plan, step_seconds(plan, shape, rates), _MOST_PLAYED
     while left > 0:
@@ -66,7 +70,7 @@ def _with_slots_moved(plan: Plan, shape: StepShape, rates: Rates) -> tuple[Plan,
         if times[first] >= least * (1 - _WORTH_A_CHANGE):
             break
         best, least = others[first], float(times[first])
-    return best, least
+    return best
 
 
 def _moves(order: tuple[int, ...], num_workers: int) -> Iterator[tuple[int, int]]:

@@ -23,8 +23,8 @@ from rpft.plan.balance import balanced_cuts, ramped_cuts
 from rpft.plan.costs import LayerCost, layer_loads
 from rpft.plan.cuts import Cuts, all_cuts, cuts_of
 from rpft.plan.plan import Plan, Stage
-from rpft.plan.rates import AT_ONCE
-from rpft.plan.simulate import steps_seconds
+from rpft.plan.rates import AT_ONCE, Rates
+from rpft.plan.simulate import rounds_played, steps_seconds
 from rpft.plan.step_shape import StepShape
 
 Fits = Callable[[Plan], bool]
@@ -100,13 +100,16 @@ class _Search:
     ) -> None:
         self.like, self.fits, self.seconds, self.repeats = like, fits, seconds, repeats
         self.head = like.num_layers - 1
+        self.plans: dict[Cuts, Plan] = {}
         self.known: dict[Cuts, float] = {}
         self.fitting: dict[Cuts, bool] = {}
         self.left = effort.more * _MOST_PLAYED
         self.rng = random.Random(effort.seed)
 
     def plan(self, cuts: Cuts) -> Plan:
-        return cuts.plan(self.like)
+        if cuts not in self.plans:
+            self.plans[cuts] = cuts.plan(self.like)
+        return self.plans[cuts]
 
     def price(self, plan: Plan) -> int:
         """What playing ``plan`` takes of what may be played."""
@@ -218,8 +221,8 @@ def is_small(num_layers: int) -> bool:
     return num_layers - 2 <= _FEW_BLOCKS
 
 
-def _repeats(rounds: int, delayed: bool) -> int:
-    return rounds * (_REPEATS_WHERE_LATE if delayed else 1)
+def _repeats(shape: StepShape) -> int:
+    return sum(rounds_played(shape)[0]) * (_REPEATS_WHERE_LATE if shape.delayed else 1)
 
 
 def balanced_plan(
@@ -246,7 +249,7 @@ def balanced_plan(
     like = like or Plan((), (Stage(0, head),), num_microbatches, recompute)
     shape = StepShape(layer_loads(costs), 0, 0, num_workers, rounds, delayed=False, slot_seconds=0.0)
     estimated = partial(steps_seconds, shape=shape, rates=AT_ONCE)
-    search = _Search(like, fits, seconds or estimated, _repeats(rounds, delayed), effort)
+    search = _Search(like, fits, seconds or estimated, _repeats(replace(shape, delayed=delayed)), effort)
     if seconds is not None and is_small(len(costs)):
         search.play(all_cuts(head))
         found = search.fastest(search.known, 1)
@@ -269,9 +272,10 @@ def balanced_plan(
     return min((search.plan(cuts) for cuts in found if search.known[cuts] <= least), key=lambda p: p.num_slots)
 
 
-def improved(plan: Plan, fits: Fits, seconds: Seconds, rounds: int, delayed: bool = False) -> tuple[Plan, float]:
+def improved(plan: Plan, fits: Fits, shape: StepShape, rates: Rates) -> tuple[Plan, float]:
     """``plan``, which fits, with its cuts moved as long as that makes a step shorter; and the step's seconds."""
-    search, cuts = _Search(plan, fits, seconds, _repeats(rounds, delayed)), cuts_of(plan)
+    search = _Search(plan, fits, partial(steps_seconds, shape=shape, rates=rates), _repeats(shape))
+    cuts = cuts_of(plan)
     search.play([cuts])
     cuts = search.descend_from([cuts])[0]
     return search.plan(cuts), search.known[cuts]

@@ -21,8 +21,9 @@ def serve(arrivals: np.ndarray, free: np.ndarray, before: Any, seconds: Any, num
     Jobs must come in ever longer, or equal, intervals. Then each waits, if it does, since the first job, or for
     nothing but its own arrival, and intervals in which they are done get no shorter either.
     """
-    first = np.maximum(arrivals[0], free + before) + seconds
-    return np.maximum(arrivals + seconds, first + numbers * (before + seconds))
+    done = arrivals + seconds
+    first = np.maximum(done[0], free + before + seconds)
+    return np.maximum(done, first + numbers * (before + seconds), out=done)
 
 
 def slower_beside(seconds: Any, left: Any, share: float) -> Any:
@@ -129,7 +130,7 @@ class Pool:
         landed = self._through(self.switch_down, worker, rounded, work.gradients_down) + work.gradients_down
         landed = np.maximum(landed, work.read)
         self.compute[w] = np.where(work.backward, rounded, end)
-        self.gradients_down[w] = np.where(work.backward, landed, self.gradients_down[w])
+        self.gradients_down[w] = landed  # of a forward slot when it ends, which no later slot does before
         return SlotTimes(uploaded, inputs, computed, delivered, landed)
 
     def _through(

@@ -7,6 +7,7 @@ slots gives every time. Times are arrays: a search plays hundreds of plans side 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -22,6 +23,9 @@ _TURNS_WARM = 3
 """Steps, and turns of all workers, after which what starting up changes is over where updates are late."""
 
 _TURNS_TIMED = 8
+
+_FEW_ROUNDS = 8
+"""Rounds of a step, at least, that are played before others are taken to be like them."""
 
 _FEW_AT_ONCE, _MOST_AT_ONCE = 320, 1024
 """Plans played side by side: a few take no longer than one, and of so many the times stay in the cache."""
@@ -104,7 +108,7 @@ class Run:
         delivered = np.zeros((len(self.microbatches), len(columns)))
         for number in range(steps * int(slots.per_step.max())):
             work = optimizer.waited_for(slots.work(number))
-            arrivals = delivered + shape.hop
+            arrivals = delivered + shape.hop if shape.hop else delivered
             if number in round_starts:  # a new round waits for no hidden state
                 arrivals = np.where(number % slots.num_slots == 0, 0.0, arrivals)
             worker = self._worker_of(number)
@@ -119,7 +123,9 @@ class Run:
             if number + 1 in step_ends:
                 step, over = np.divmod(number + 1, slots.per_step)
                 done = (over == 0) & (step <= steps)
-                moments = pool.compute.mean(axis=0) if shape.delayed and self.even_shares else latest
+                moments = (
+                    pool.compute.sum(axis=0) / shape.num_workers if shape.delayed and self.even_shares else latest
+                )
                 times[step[done] - 1, columns[done]] = moments[done]
                 pool.update = np.where(done, optimizer.begin(done, latest, watcher), pool.update)
         return times
@@ -199,6 +205,10 @@ def watched_steps(plan: Plan, shape: StepShape, rates: Rates, steps: int, watche
 
 def steps_seconds(plans: Sequence[Plan], shape: StepShape, rates: Rates) -> np.ndarray:
     """Seconds a step in the long run under each of ``plans``, which differ in their stages only."""
+    counted, repeated = rounds_played(shape)
+    if repeated:
+        less, more = (steps_seconds(plans, replace(shape, rounds=rounds), rates) for rounds in counted)
+        return more + repeated * (more - less)
     result = np.empty(len(plans))
     order = sorted(range(len(plans)), key=lambda i: plans[i].num_slots)
     start = 0
@@ -209,6 +219,21 @@ def steps_seconds(plans: Sequence[Plan], shape: StepShape, rates: Rates) -> np.n
         result[group] = Run([plans[i] for i in group], shape, rates).step_seconds()
         start += len(group)
     return result
+
+
+def rounds_played(shape: StepShape) -> tuple[tuple[int, ...], int]:
+    """The rounds of each step that is played to find out how long one takes; and how often the second of two has
+    to be longer than the first by as much as it is.
+
+    Of many rounds those in the middle take as long as one another: as long as so many before them that the same
+    workers have the same slots again, whatever number of slots a round has.
+    """
+    again = shape.num_workers * -(-_FEW_ROUNDS // shape.num_workers)
+    times, rest = divmod(shape.rounds, again)
+    few = 1 if shape.delayed else 2  # late steps are played several in a row
+    if times <= few + 2:
+        return (shape.rounds,), 0
+    return (few * again + rest, (few + 1) * again + rest), times - few - 1
 
 
 def step_seconds(plan: Plan, shape: StepShape, rates: Rates) -> float:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, pairwise
+from itertools import chain
 
 import numpy as np
 
-from rpft.model.layout import backward_order
+from rpft.model.update_order import backward_order
 from rpft.plan.plan import Plan
 from rpft.plan.pool import SlotWork, slower_beside
 from rpft.plan.rates import Rates
@@ -80,22 +80,18 @@ class SlotTable:
         work = work._replace(written=written, read=read)
         self.asked = np.stack([np.broadcast_to(part, first.shape).astype(float) for part in work], axis=1)
         """(slot, field of SlotWork, plan)."""
-        ends = [0, *(np.flatnonzero(np.diff(self.num_slots)) + 1).tolist(), len(self.num_slots)]
-        self._alike = [(slice(a, b), int(self.num_slots[a])) for a, b in pairwise(ends)]
-        """Plans side by side with the same number of slots."""
-        self._fewest = int(self.num_slots.min())
+        self._least, self._most = int(self.num_slots.min()), int(self.num_slots.max())
+        self._in_first = np.arange(self.asked[0].size).reshape(self.asked[0].shape)
+        """Where in ``asked`` what slot 0 asks is."""
 
     def work(self, number: int) -> SlotWork:
         """What slot ``number`` of a run, of each plan, asks of its worker.
 
         ``written`` and ``read`` count from the beginning of the update that a slot waits for.
         """
-        if len(self._alike) == 1 or number < self._fewest:
-            return SlotWork(*self.asked[number % self._alike[0][1]])
-        work = np.empty(self.asked.shape[1:])
-        for columns, num_slots in self._alike:
-            work[:, columns] = self.asked[number % num_slots, :, columns]
-        return SlotWork(*work)
+        if self._least == self._most or number < self._least:
+            return SlotWork(*self.asked[number % self._most])
+        return SlotWork(*self.asked.take(number % self.num_slots * self._in_first.size + self._in_first))
 
     def _after_update(self, shape: StepShape, rates: Rates) -> tuple[np.ndarray, np.ndarray]:
         """How long after an update begins the weights of a slot can be up, and its gradients down."""

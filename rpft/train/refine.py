@@ -14,7 +14,6 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from rpft.engine.streams import Stream
 from rpft.engine.trace import PART, TASK, Trace
@@ -26,7 +25,7 @@ from rpft.plan.partition import improved
 from rpft.plan.plan import Plan, Stage
 from rpft.plan.profile import LayerProfile
 from rpft.plan.rates import Rates
-from rpft.plan.simulate import steps_seconds, update_seconds
+from rpft.plan.simulate import update_seconds
 from rpft.train.planned import AnyPlanned, Planned
 from rpft.train.planning import plan_in_rounds
 from rpft.train.prepare import Prepared
@@ -235,6 +234,5 @@ def replanned(measured: AnyPlanned) -> AnyPlanned:
 
     costs = measured_costs(profiles, plan.keep_bytes_per_token, plan.recompute)
     shape = step_shape(measured.layouts, work, costs, target.num_workers, measured.rounds, target.speeds)
-    seconds = partial(steps_seconds, shape=shape, rates=measured.rates)
-    found, _ = improved(plan, fits, seconds, measured.rounds, work.delayed)
+    found, _ = improved(plan, fits, shape, measured.rates)
     return replace(measured, plan=found, bill=billing.of(found))

@@ -1,6 +1,8 @@
 """Costs files: read and played by `rpft bench`, and what is said about faulty ones."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -112,3 +114,9 @@ def test_a_faulty_costs_file_is_named_with_the_key(content, says, costs):
 def test_a_costs_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(UserError, match="no such costs file"):
         read_cases(Path(tmp_path / "none.json"))
+
+
+def test_costs_are_played_without_torch():
+    code = "import sys, rpft.plan.cases; print({'torch', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

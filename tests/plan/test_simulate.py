@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from support.engines import random_plan
 from support.steps import makespan, random_step, slot_times
 
-from rpft.model.layout import backward_order
+from rpft.model.update_order import backward_order
 from rpft.plan.costs import LayerLoad
 from rpft.plan.plan import Plan, Stage
 from rpft.plan.playback import play_back
 from rpft.plan.pool import Pool, SlotWork
 from rpft.plan.predict import even_seconds, predict, roof_seconds
 from rpft.plan.rates import AT_ONCE, Rates
-from rpft.plan.simulate import Run, step_seconds, steps_seconds
+from rpft.plan.simulate import Run, rounds_played, step_seconds, steps_seconds
 from rpft.plan.step_shape import StepShape
 
 seeds = st.integers(0, 10**6)
@@ -335,3 +335,22 @@ def test_what_the_forward_kept_spares_backward_slots_but_not_the_fused_stage():
     shape = StepShape(loads, 0, 0, 1, 1, False, slot_seconds=0.0)
     plan = Plan((Stage(0, 1),), (Stage(2, 3), Stage(1, 1), Stage(0, 0)), 2, "layer")
     assert step_seconds(plan, shape, AT_ONCE) == pytest.approx(2 * (2 * 1.0 + 2 * 3.0 + 2 * 2.5))
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_step_of_many_rounds_takes_what_it_does_with_each_of_them_played(delayed):
+    rng = random.Random(1)
+    for _ in range(12):
+        costs, shape, rates, _ = random_step(rng, rng.choice([4, 9]))
+        shape = replace(shape, delayed=delayed, rounds=rng.choice([41, 53]))
+        plan = random_plan(rng, len(costs), rng.choice([1, 2, 4]))
+        if plan.num_slots >= shape.num_workers:
+            whole = float(Run([plan], shape, rates).step_seconds()[0])
+            assert step_seconds(plan, shape, rates) == pytest.approx(whole, rel=0.02)
+
+
+def test_what_is_played_of_a_step_does_not_grow_with_its_rounds():
+    shape = StepShape([], 1, 1, 8, 997, False)
+    (less, more), repeated = rounds_played(shape)
+    assert more + repeated * (more - less) == 997
+    assert more < 50
