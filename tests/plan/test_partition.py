@@ -9,13 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.engines import random_plan
 from support.partitions import every_plan
 from support.steps import makespan, random_step, slot_times
 
 from rpft.plan.balance import ramped_cuts
 from rpft.plan.cases import read_cases
 from rpft.plan.costs import LayerCost, LayerLoad
-from rpft.plan.partition import balanced_plan, improved, with_smaller_fused_stage
+from rpft.plan.partition import Effort, balanced_plan, improved, with_smaller_fused_stage
 from rpft.plan.plan import Plan, Stage
 from rpft.plan.pool import serve
 from rpft.plan.rates import AT_ONCE, Rates
@@ -245,6 +246,29 @@ def test_the_same_search_finds_the_same_plan_whatever_the_machine_does():
     assert len(found) == 1
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_plan_that_is_searched_for_from_one_that_is_near_takes_no_longer_than_that_one(seed):
+    """Whatever the search misses."""
+    rng = random.Random(seed)
+    costs, shape, rates, m = random_step(rng, 9)
+    seconds = partial(steps_seconds, shape=shape, rates=rates)
+    near = replace(random_plan(rng, len(costs), m), recompute="layer")
+    found = balanced_plan(
+        costs,
+        shape.num_workers,
+        m,
+        shape.rounds,
+        "layer",
+        lambda plan: True,
+        seconds,
+        near=near,
+        delayed=shape.delayed,
+        effort=Effort(more=0.02),  # little is tried
+    )
+    assert found is not None
+    assert step_seconds(found, shape, rates) <= step_seconds(near, shape, rates) * (1 + 1e-5)
+
+
 def test_partitions_drawn_at_random_are_legal_and_ramps_grow_from_the_bottom():
     rng, head = random.Random(0), 21
     costs = uniform(head - 1, head=4.0)
@@ -263,9 +287,8 @@ def test_a_plan_is_improved_within_what_fits():
     costs = uniform(12, head=5.0)
     loads = [LayerLoad(cost.forward, cost.with_recompute) for cost in costs]
     shape = StepShape(loads, 0, 0, 3, 1, False, slot_seconds=0.0)
-    seconds = partial(steps_seconds, shape=shape, rates=AT_ONCE)
     start = Plan((Stage(0, 12),), (Stage(13, 13), Stage(0, 12)), 4, "layer", 8, (3,))
-    plan, took = improved(start, lambda plan: plan.num_slots <= 9, seconds, 1)
+    plan, took = improved(start, lambda plan: plan.num_slots <= 9, shape, AT_ONCE)
     plan.check(14)
     assert replace(plan, forward=start.forward, backward=start.backward) == start
     assert plan.num_slots <= 9
