@@ -6,6 +6,7 @@ import os
 import platform
 import shlex
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -28,6 +29,34 @@ def processor() -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
+
+
+def others_cores(seconds: float = 0.3) -> float | None:
+    """Cores that other processes of the machine keep busy, in the mean of so long a look; None where the system
+    does not say.
+    """
+    before, begun = _others_seconds(), time.perf_counter()
+    time.sleep(seconds)
+    after, ended = _others_seconds(), time.perf_counter()
+    return None if before is None or after is None else max(0.0, after - before) / (ended - begun)
+
+
+def _others_seconds() -> float | None:
+    """Core seconds of all processes but this one, ever."""
+    try:
+        ticks = Path("/proc/stat").read_text(encoding="utf-8").split(maxsplit=4)[1:4]  # user, nice, system
+    except OSError:
+        return None
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+
+def installation() -> str:
+    """What the system on this machine is called by: no other is, and the next start changes nothing."""
+    try:
+        own = Path("/etc/machine-id").read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        own = ""
+    return own or platform.node()
 
 
 def memory_left_by_groups(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 from collections.abc import Sequence
 from typing import Any
 
+import psutil
 import torch
 import transformers
 
 import rpft
-from rpft.host import available_cores, processor
+from rpft.host import available_cores, installation, processor
 
 
 def machine_of(workers: Sequence[torch.device]) -> dict[str, Any]:
@@ -22,6 +24,17 @@ def machine_of(workers: Sequence[torch.device]) -> dict[str, Any]:
         "processor": processor(),
         "cores": available_cores(),
     }
+
+
+def unlike_others(workers: Sequence[torch.device]) -> str:
+    """A mark that no other machine has, though it be of the same parts, and that starts of this one do not change.
+
+    For what is kept in a folder that machines share. It is of the GPUs themselves, without any of the system, and
+    of the size of RAM.
+    """
+    gpus = [str(torch.cuda.get_device_properties(place).uuid) for place in workers if place.type == "cuda"]
+    told = (round(psutil.virtual_memory().total / 2**30), gpus or installation())
+    return hashlib.blake2b(repr(told).encode(), digest_size=8).hexdigest()
 
 
 def places(count: int | None = None) -> list[torch.device]:

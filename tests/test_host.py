@@ -1,8 +1,10 @@
 """What a process may take of its machine is found where the system writes it."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from rpft.host import memory_left_by_groups
+from rpft.host import memory_left_by_groups, others_cores
 
 GIB = 1 << 30
 
@@ -64,3 +66,11 @@ def test_more_than_the_limit_leaves_nothing(tmp_path):
 def test_without_a_limit_there_is_none(text, tmp_path):
     (tmp_path / "cgroup").write_text(text)
     assert memory_left_by_groups(tmp_path / "cgroup", tmp_path) is None
+
+
+def test_cores_of_others_are_counted_over_the_time_of_the_look(monkeypatch):
+    for before, after, cores in ((1.0, 4.0, 1.5), (1.0, 0.9, 0.0), (None, None, None)):
+        seconds, clock = iter((before, after)), iter((7.0, 9.0))
+        monkeypatch.setattr("rpft.host._others_seconds", seconds.__next__)
+        monkeypatch.setattr("rpft.host.time", SimpleNamespace(sleep=id, perf_counter=clock.__next__))
+        assert others_cores() == cores

@@ -17,7 +17,8 @@ import rpft
 from rpft.engine.device import Device
 from rpft.errors import UserError
 from rpft.files import digest
-from rpft.machine import device_names, machine_of, versions
+from rpft.host import available_cores, others_cores
+from rpft.machine import device_names, machine_of, unlike_others, versions
 from rpft.model.functions import LayerFunctions
 from rpft.model.layout import align
 from rpft.optim.one_pass import OnePass
@@ -40,6 +41,9 @@ Say = Callable[[str], None]
 
 _CPU_LINK_BYTES = 1 << 25
 """What is copied to measure the CPU pool's way to its stand-ins: more than caches hold."""
+
+_BUSY = 0.2
+"""Share of the cores that others keep busy from which on no later run is to trust what is measured."""
 
 _CHECKED = (0.5, 1.0)
 """Where among the blocks of the most common kind others are measured too."""
@@ -90,8 +94,15 @@ class Workbench:
         return self.measure_and_keep(say, lengths=lengths)
 
     def measure_and_keep(self, say: Say, lengths: bool = False, thorough: bool = False) -> Profile:
-        """A new profile, which the cache gets too; see ``measure``."""
+        """A new profile, which the cache gets too unless others work on the machine; see ``measure``."""
+        busy, cores = others_cores(), available_cores()
         profile = self.measure(self.conditions(), say, lengths, thorough)
+        if busy is not None and busy > _BUSY * cores:
+            say(
+                f"warning: others work on this machine: as the measurement began they kept {busy:.1f} cores busy,"
+                f" where this run has {cores}. It is less certain than on a quiet one, and it is not kept"
+            )
+            return profile
         fault = keep_cached(profile)
         if fault is not None:
             say(fault)
@@ -103,6 +114,7 @@ class Workbench:
         config = job.skeleton.model.config
         return {
             "machine": machine_of(self._places),
+            "unlike_others": unlike_others(self._places),
             "model": type(job.skeleton.model).__name__,
             "layers": _digest(job),
             "attention": getattr(config, "_attn_implementation", None),
@@ -138,10 +150,7 @@ class Workbench:
             meter = self._meter(functions, sequence)
             measured = [meter.measure(layer) for layer in firsts]
             checks = {layer: meter.measure(layer) for layer in _positions(kinds)} if thorough else {}
-            slowdown = 1.0
-            if not self.on_cuda and len(self.functions) > 1:
-                meters = [self._meter(each, sequence) for each in self.functions]
-                slowdown = measure_slowdown(meters, kinds[1][0])
+            slowdown = self._slowdown(sequence, kinds[1][0])
             del meter
             speeds = self._speeds(sequence, kinds[1][0], measured[1])
         others = []
@@ -180,6 +189,15 @@ class Workbench:
             dropout=job.has_dropout,
             row_tokens=self._row_tokens,
         )
+
+    def _slowdown(self, sequence: int, block: int) -> float:
+        """How many times as long a block takes while all workers compute: those of the CPU pool share cores."""
+        if self.on_cuda or len(self.functions) == 1:
+            return 1.0
+        # More of them than cores only wait for one another, and each would make graphs of its own.
+        some = self.functions[: max(2, available_cores())]
+        meters = [self._meter(functions, sequence) for functions in some]
+        return measure_slowdown(meters, block) * len(self.functions) / len(some)
 
     def _speeds(self, sequence: int, block: int, measured: LayerProfile) -> tuple[float, ...]:
         """Of each GPU, over the first's, by the time that a block takes; empty where all are of one kind."""

@@ -7,8 +7,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from support.recipes import run_rpft
 
+from rpft.machine import unlike_others
 from rpft.plan import profile_file
 from rpft.plan.plan import read_plan
 from rpft.plan.profile import LayerProfile
@@ -174,6 +176,36 @@ def test_another_shape_precision_kernel_or_machine_is_another_profile(word, prof
     recipe = profiled[0].recipe
     before, after = (set_up(load_recipe(recipe, words)).conditions() for words in ([], [word]))
     assert before != after
+
+
+def test_a_machine_of_the_same_parts_is_another_by_its_gpus_or_where_there_are_none_by_its_system(monkeypatch):
+    cpu, gpu = (torch.device(kind, 0) for kind in ("cpu", "cuda"))
+
+    def told(place, uuid, system):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda place: SimpleNamespace(uuid=uuid))
+        monkeypatch.setattr("rpft.machine.installation", lambda: system)
+        return unlike_others([place])
+
+    assert told(gpu, "a", "x") == told(gpu, "a", "y")  # as in another container
+    assert told(cpu, "a", "x") == told(cpu, "b", "x")
+    assert len({told(gpu, "a", "x"), told(gpu, "b", "x"), told(cpu, "a", "x"), told(cpu, "a", "y")}) == 4
+
+
+def test_what_is_measured_while_others_work_is_used_and_not_kept(made, monkeypatch, tmp_path):
+    bench, said = set_up(load_recipe(made.recipe)), []
+    monkeypatch.setattr(profile_file, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr("rpft.train.measuring.others_cores", lambda: 1e3)
+    monkeypatch.setattr(Workbench, "measure", lambda *arguments: "measured")
+    assert bench.find_profile(said.append, needed=True) == "measured"
+    assert not list(tmp_path.iterdir())
+    assert "others work on this machine: they kept 1000.0 cores busy" in said[-1]
+
+
+def test_no_more_stand_ins_than_cores_are_measured_at_once(made, monkeypatch):
+    monkeypatch.setattr("rpft.train.measuring.available_cores", lambda: 3)
+    monkeypatch.setattr("rpft.train.measuring.measure_slowdown", lambda meters, layer: 10.0 + len(meters))
+    found = {n: set_up(load_recipe(made.recipe, [f"engine.workers={n}"]))._slowdown(16, 1) for n in (1, 2, 3, 6)}
+    assert found == {1: 1.0, 2: 12.0, 3: 13.0, 6: 26.0}
 
 
 def test_a_recipe_that_does_not_fit_says_what_would_and_ends_with_2(profiled, nothing_is_measured):
