@@ -97,6 +97,8 @@ class PausedStream(QueueStream):
 class PausedDevice(CpuDevice):
     """A worker of ``PausedStream``s. Its memory holds no results: what is copied to it is not what it was."""
 
+    spoils = False  # as a GPU's, which stays as it is
+
     def __init__(self, index: int, link: float) -> None:
         """``link``: bytes a second, of each stream of transfers."""
         super().__init__(index)
@@ -106,9 +108,6 @@ class PausedDevice(CpuDevice):
     def stream(self, purpose: str, failure: Failure, delays: Delays) -> Stream:
         queue = self.compute if purpose == "compute" else PausedQueue()
         return PausedStream(f"{self.name} {purpose}", failure, delays, queue, self._link_rate)
-
-    def release(self, tensor: torch.Tensor) -> None:
-        """As a GPU's, which stays as it is."""
 
 
 @dataclass(frozen=True)

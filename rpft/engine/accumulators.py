@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from rpft.engine.buffers import Ring, free_behind
+from rpft.engine.buffers import Ring, Views, free_behind
 from rpft.engine.device import Device
-from rpft.engine.slot import Slot
+from rpft.engine.slot import GradientCopy, Slot
 from rpft.engine.streams import Event, Stream
 from rpft.engine.trace import BUFFER, COMPUTE, GRADIENTS, OPTIMIZER
 from rpft.model.layout import ALIGNMENT_ELEMENTS
@@ -18,6 +18,7 @@ class Accumulators:
     def __init__(self, device: Device, num_elements: int, leaving_dtype: torch.dtype) -> None:
         """``num_elements``: of the largest slot's gradient, which goes to the host as ``leaving_dtype``."""
         self._device, self._dtype = device, leaving_dtype
+        self._views = Views()
         self._rounds = leaving_dtype != torch.float32
         # Rounded gradients leave from a buffer of their own, so that the next slot can sum up at once: one
         # accumulator is enough, and both take less than two accumulators.
@@ -32,7 +33,7 @@ class Accumulators:
         Gives the accumulator, float32 [elements of the slot], and the event that says when it is free again.
         """
         buffer, free, freed = self._ring.next()
-        accumulator = buffer.view(torch.float32)[: slot.gradient_elements]
+        accumulator = self._views.shaped(buffer, (slot.gradient_elements,), torch.float32)
         compute.wait(free, GRADIENTS)
         if not any(copy.goes_on for copy in slot.gradients):
             compute.run(accumulator.zero_, f"{slot} begin")
@@ -40,7 +41,7 @@ class Accumulators:
         up.wait(free, BUFFER)
         for copy in slot.gradients:
             up.wait(copy.after, GRADIENTS)
-            up.copy(copy.part_of(accumulator), copy.host, f"{slot} gradients up")
+            up.copy(self._part(copy, accumulator), copy.host, f"{slot} gradients up")
         compute.wait(up.record(Event()), GRADIENTS)
         return accumulator, freed
 
@@ -51,31 +52,34 @@ class Accumulators:
         if not slot.gradients:  # the head of an adapter's model
             free_behind(compute, self._device, accumulator, freed, f"{slot} gradients")
             return
+        what = f"{slot} gradients"
+        normed = [
+            (copy.square, self._views.part(accumulator, copy.start, copy.num_own))
+            for copy in slot.gradients
+            if copy.square is not None
+        ]
         squares: list[tuple[torch.Tensor, torch.Tensor]] = []
-        compute.run(lambda: squares.extend(_squares(slot, accumulator)), f"{slot} gradient norm")
+        compute.run(
+            lambda: squares.extend((host, square_sum(part)) for host, part in normed), f"{slot} gradient norm"
+        )
         source, sent = accumulator, freed
         if self._rounds:
             buffer, free, sent = self._rounded_ring.next()
-            source = buffer.view(self._dtype)[: accumulator.numel()]
+            source = self._views.shaped(buffer, accumulator.shape, self._dtype)
             compute.wait(free, GRADIENTS)
-            compute.run(lambda: source.copy_(accumulator), f"{slot} gradients rounded")
-            free_behind(compute, self._device, accumulator, freed, f"{slot} gradients")
+            compute.run(lambda: source.copy_(accumulator), f"{what} rounded")
+            free_behind(compute, self._device, accumulator, freed, what)
         down.wait(compute.record(Event()), COMPUTE)
         down.run(lambda: _store_squares(squares, down), f"{slot} gradient norm")
         for copy in slot.gradients:
             down.wait(copy.after, GRADIENTS if copy.goes_on else OPTIMIZER)
-            down.copy(copy.host, copy.part_of(source), f"{slot} gradients")
+            down.copy(copy.host, self._part(copy, source), what)
             down.record(copy.landed)
-        free_behind(down, self._device, source, sent, f"{slot} gradients")
+        free_behind(down, self._device, source, sent, what)
 
-
-def _squares(slot: Slot, accumulator: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """For each gradient whose norm is asked for (where it goes on the host, its sum of squares on the device)."""
-    return [
-        (copy.square, square_sum(copy.part_of(accumulator)[: copy.num_own]))
-        for copy in slot.gradients
-        if copy.square is not None
-    ]
+    def _part(self, copy: GradientCopy, flat: torch.Tensor) -> torch.Tensor:
+        """The layer's part of a buffer for the whole slot's gradient."""
+        return self._views.part(flat, copy.start, copy.host.numel())
 
 
 def _store_squares(squares: list[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:

@@ -7,8 +7,10 @@ events after which it may be written again, so that its next writer waits for it
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -33,15 +35,42 @@ class Ring:
 
 def free_behind(stream: Stream, device: Device, buffer: torch.Tensor, freed: Event, what: str) -> None:
     """Queues on ``stream``, behind the last use of a ring's buffer, that it is free again."""
-    stream.run(lambda: device.release(buffer), what)
+    if device.spoils:
+        stream.run(lambda: device.release(buffer), what)
     stream.record(freed)
 
 
-@dataclass
+class Views:
+    """Views of buffers that live as long as this. To make one takes longer than all else of a copy's order."""
+
+    def __init__(self) -> None:
+        self._shaped: dict[int, torch.Tensor] = {}
+        """Of each buffer the one that was asked for last: the next use is mostly of the same shape."""
+        self._parts: dict[tuple[int, int, int], torch.Tensor] = {}
+
+    def shaped(self, buffer: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """The start of ``buffer``, uint8, as a tensor."""
+        address = buffer.data_ptr()
+        found = self._shaped.get(address)
+        if found is None or found.shape != shape or found.dtype != dtype:
+            found = buffer[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            self._shaped[address] = found
+        return found
+
+    def part(self, flat: torch.Tensor, start: int, length: int) -> torch.Tensor:
+        """Elements of ``flat``, a buffer in the one type that its parts are asked for in: a plan has few."""
+        key = flat.data_ptr(), start, length
+        found = self._parts.get(key)
+        if found is None:
+            found = self._parts[key] = flat[start : start + length]
+        return found
+
+
+@dataclass(slots=True)
 class Boundary:
     """A hidden state, its gradient, or what a block keeps, on its way through host memory from slot to slot.
 
-    ``hidden`` is a host view [rows, sequence, hidden], or [1, 1, bytes] of what is kept; ``writable_after`` are
+    ``hidden`` is a host view [rows, sequence, hidden], or uint8 [bytes] of what is kept; ``writable_after`` are
     the last readers of its memory.
     """
 
@@ -55,8 +84,7 @@ class Boundary:
     """About when, of the readings so far; see ``Pace``."""
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """One slot's use of a boundary: ``done`` completes when the content has been copied to the worker."""
 
     boundary: Boundary
@@ -75,22 +103,21 @@ class BoundaryPool:
         self._free: list[tuple[int, int, torch.Tensor, list[Event]]] = []
         """A heap: (when it is free, number of the reading, memory, its last readers)."""
         self._readings = 0
+        self._views = Views()
         self.num_buffers = 0
 
-    def acquire(self, shape: tuple[int, int, int], num_readers: int) -> Boundary:
+    def acquire(self, shape: tuple[int, ...], num_readers: int) -> Boundary:
         """A boundary of ``shape`` that ``num_readers`` slots will read."""
         if self._free:
             _, _, memory, guards = heapq.heappop(self._free)
         else:
             memory, guards = self._allocate(self._num_bytes), []
             self.num_buffers += 1
-        count = shape[0] * shape[1] * shape[2]
-        flat = memory[: count * self._dtype.itemsize].view(self._dtype)
-        return Boundary(flat.view(shape), memory, guards, num_readers)
+        return Boundary(self._views.shaped(memory, shape, self._dtype), memory, guards, num_readers)
 
     def acquire_bytes(self, num_readers: int) -> Boundary:
         """As ``acquire``, of a whole buffer of bytes."""
-        return self.acquire((1, 1, self._num_bytes // self._dtype.itemsize), num_readers)
+        return self.acquire((self._num_bytes // self._dtype.itemsize,), num_readers)
 
     def read(self, boundary: Boundary, at: int) -> Reading:
         """The next reading of ``boundary``; with the last one its memory goes back to the pool.

@@ -12,8 +12,10 @@ event is made here, in that order, who waits for whom is decided in one thread a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -27,6 +29,18 @@ from rpft.model.dropout import mix
 from rpft.model.host_store import HostStore
 from rpft.plan.plan import Plan, Stage
 from rpft.plan.sizes import keeping_layers, region_starts
+
+
+class _Upload(NamedTuple):
+    """One run of host weights that a stage uploads."""
+
+    source: torch.Tensor
+    start: int
+    """In the weight buffer, in bytes."""
+    owner: int
+    """The layer that has it."""
+    on_disk: bool
+
 
 KeyedBatch = tuple[HostBatch, int | None]
 """A microbatch and the key of its dropout."""
@@ -106,6 +120,13 @@ class Controller:
         self._has_gradient = [layout.grad_elements > 0 for layout in self._layouts]
         self.first_trained = self._has_gradient.index(True)
         self._keeping = set(keeping_layers(self._layouts, plan, self.first_trained))
+        self._segments = {stage: self._segments_of(stage) for stage in plan.backward}
+        kept_inputs = [s.first for stage in plan.backward[1:] for s in self._segments[stage] if s.first > 0]
+        self._later_readers = Counter(kept_inputs)
+        """[layer]: backward segments that read its input."""
+        self._starts = {stage: region_starts(self._layouts, stage) for stage in {*plan.forward, *plan.backward}}
+        self._uploads: dict[tuple[Stage, int], list[_Upload]] = {}
+        """Of each stage and copy of the working weights, once it was asked for."""
         self._balanced = balanced
         self._turns = Turns(plan, len(workers))
         assert not update_lag or all(x.second.numel() > 0 for x in store.layers if x.layout.num_trained > 0)
@@ -150,7 +171,7 @@ class Controller:
         size = self._plan.num_microbatches
         for start in range(0, len(microbatches), size):
             batches = [(batch, None) for batch in microbatches[start : start + size]]
-            inputs = self._forward_slots(batches, lambda layer: 0, None, None)
+            inputs = self._forward_slots(batches, Counter(), None, None)
             self._loss_slot(batches, inputs, losses)
         return losses
 
@@ -167,10 +188,8 @@ class Controller:
     def _submit_round(self, batches: Sequence[KeyedBatch], ticket: Ticket, number: int, last: bool) -> None:
         """F0 .. F(p-1), the fused stage, B1 .. B(q-1) of round ``number`` of a step."""
         first_place = number * self._plan.num_slots
-        segments = {stage: self._segments(stage) for stage in self._plan.backward}
-        kept = [s.first for stage in self._plan.backward[1:] for s in segments[stage] if s.first > 0]
         keeping: dict[int, list[Boundary]] = {}
-        inputs = self._forward_slots(batches, kept.count, keeping, first_place)
+        inputs = self._forward_slots(batches, self._later_readers, keeping, first_place)
         gradients: list[Boundary] | None = None
         for place, stage in enumerate(self._plan.backward, first_place + len(self._plan.forward)):
             if stage.last < self.first_trained:
@@ -178,14 +197,16 @@ class Controller:
             fused = stage is self._plan.fused
             passes_on = stage.first > self.first_trained
             turn = self._turns.next(place, len(batches), follows=place > first_place)
+            segments = self._segments[stage]
+            read = [segment.first for segment in segments if segment.first > 0]
+            kept = [layer for segment in segments for layer in segment.layers if layer in keeping]
             tasks = []
             for m, batch in enumerate(batches):
                 task, at = Task(*batch), turn.begins + m
-                for segment in segments[stage]:
-                    if segment.first > 0:
-                        task.inputs[segment.first] = self._read(segment.first, inputs[segment.first][m], at)
-                    for layer in [each for each in segment.layers if each in keeping]:
-                        task.kept_inputs[layer] = self._kept.read(keeping[layer][m], at)
+                for layer in read:
+                    task.inputs[layer] = self._read(layer, inputs[layer][m], at)
+                for layer in kept:
+                    task.kept_inputs[layer] = self._kept.read(keeping[layer][m], at)
                 if gradients is not None:
                     task.grad_input = self._read(stage.last + 1, gradients[m], at)
                 if passes_on:
@@ -196,14 +217,14 @@ class Controller:
                 turn,
                 SlotKind.FUSED if fused else SlotKind.BACKWARD,
                 stage,
-                segments[stage],
+                segments,
                 tasks,
                 self._gradient_copies(stage, ticket, number == 0, last),
                 ticket.losses if fused else None,
                 ticket.router_losses,
             )
 
-    def _segments(self, stage: Stage) -> tuple[Stage, ...]:
+    def _segments_of(self, stage: Stage) -> tuple[Stage, ...]:
         """What a stage recomputes at a time; nothing below the first trained layer, and the fused stage whole."""
         if stage is self._plan.fused:
             return (stage,)
@@ -212,32 +233,33 @@ class Controller:
     def _forward_slots(
         self,
         batches: Sequence[KeyedBatch],
-        later_readers: Callable[[int], int],
+        later_readers: Counter[int],
         keeping: dict[int, list[Boundary]] | None,
         place: int | None,
     ) -> dict[int, list[Boundary]]:
         """Queues the forward stages; gives for each layer whose input was kept a boundary a microbatch.
 
-        ``later_readers`` says how many backward segments will read a layer's input. ``keeping`` is filled with
+        ``later_readers``: of a layer's input, backward segments. ``keeping`` is filled with
         what blocks keep for their backward; None where there is none. ``place``: of the first slot in its step.
         """
         kept: dict[int, list[Boundary]] = {}
         starts = {stage.first for stage in self._plan.forward} | {self._plan.fused.first}
         for number, stage in enumerate(self._plan.forward):
+            readers = {n: later_readers[n] + (n in starts) for n in range(stage.first + 1, stage.last + 2)}
+            written = [layer for layer, count in readers.items() if count]
+            keeps = [] if keeping is None else [each for each in stage.layers if each in self._keeping]
             turn = self._turns.next(None if place is None else place + number, len(batches), follows=number > 0)
             tasks = [Task(*batch) for batch in batches]
             for m, task in enumerate(tasks):
                 if stage.first > 0:
                     task.inputs[stage.first] = self._read(stage.first, kept[stage.first][m], turn.begins + m)
-                for layer in range(stage.first + 1, stage.last + 2):
-                    readers = later_readers(layer) + (layer in starts)
-                    if readers:
-                        boundary = self._acquire(layer, task.batch, readers)
-                        task.outputs[layer] = boundary
-                        kept.setdefault(layer, []).append(boundary)
+                for layer in written:
+                    boundary = self._acquire(layer, task.batch, readers[layer])
+                    task.outputs[layer] = boundary
+                    kept.setdefault(layer, []).append(boundary)
                 if keeping is None:
                     continue
-                for layer in [each for each in stage.layers if each in self._keeping]:
+                for layer in keeps:
                     task.kept_outputs[layer] = self._kept.acquire_bytes(1)
                     keeping.setdefault(layer, []).append(task.kept_outputs[layer])
             self._dispatch(turn, SlotKind.FORWARD, stage, (), tasks, [], None)
@@ -263,13 +285,14 @@ class Controller:
 
     def _gradient_copies(self, stage: Stage, ticket: Ticket, first: bool, last: bool) -> list[GradientCopy]:
         """How a stage's gradients come up (after the first round) and go down, last layer first."""
-        starts = region_starts(self._layouts, stage)
+        starts = self._starts[stage]
+        squares = ticket.squares.unbind()
         copies = []
         for layer in reversed(stage.layers):
             if self._has_gradient[layer]:
                 after = self._gradients_read[layer] if first else ticket.landed[layer]
                 host, num_own = self._store.layers[layer].gradient, self._layouts[layer].num_trained
-                square = ticket.squares[layer] if last and num_own else None
+                square = squares[layer] if last and num_own else None
                 copies.append(GradientCopy(host, starts[layer][1], num_own, square, after, not first))
                 ticket.landed[layer] = copies[-1].landed
         return copies
@@ -287,22 +310,11 @@ class Controller:
     ) -> None:
         """Gives a slot to the worker whose turn it is."""
         uploaded = Event()
-        starts = region_starts(self._layouts, stage)
+        version = self._weights
         weights = []
-        for layer in stage.layers:
-            for piece in self._layouts[layer].weight_pieces:
-                stop = piece.stop
-                if layer in self._plan.resident and piece.layer == layer:
-                    stop = self._layouts[layer].frozen_start
-                start = starts[layer][0] + piece.region_offset
-                owner = self._store.layers[piece.layer]
-                parts = owner.pieces(self._weights.copy, piece.start, stop)
-                written = self._weights.written[piece.layer]
-                for at, part in parts:
-                    on_disk = owner.on_disk and piece.start + at >= owner.layout.frozen_start
-                    weights.append(WeightCopy(part, start + at, written, on_disk))
-                if parts:
-                    self._weights.readers[piece.layer].append(uploaded)
+        for source, start, owner, on_disk in self._uploads_of(stage, version.copy):
+            weights.append(WeightCopy(source, start, version.written[owner], on_disk))
+            version.readers[owner].append(uploaded)
         slot = Slot(turn.number, kind, stage, segments, tasks, weights, uploaded, gradients, None)
         if losses is not None:
             slot.losses = losses.expect((len(tasks),), slot.losses_ready)
@@ -312,3 +324,20 @@ class Controller:
                 shape = len(tasks), len(slot.balanced)
                 slot.router_losses = router_losses.expect(shape, slot.router_losses_ready)
         self._workers[turn.worker].enqueue(slot)
+
+    def _uploads_of(self, stage: Stage, copy: int) -> list[_Upload]:
+        """What the weights of ``stage`` are brought up from, in copy ``copy`` of the working weights."""
+        found = self._uploads.get((stage, copy))
+        if found is None:
+            found = self._uploads[stage, copy] = []
+            for layer in stage.layers:
+                for piece in self._layouts[layer].weight_pieces:
+                    stop = piece.stop
+                    if layer in self._plan.resident and piece.layer == layer:
+                        stop = self._layouts[layer].frozen_start
+                    start = self._starts[stage][layer][0] + piece.region_offset
+                    owner = self._store.layers[piece.layer]
+                    for at, part in owner.pieces(copy, piece.start, stop):
+                        on_disk = owner.on_disk and piece.start + at >= owner.layout.frozen_start
+                        found.append(_Upload(part, start + at, piece.layer, on_disk))
+        return found

@@ -15,6 +15,8 @@ POISON_BYTE = 0xFF
 class CpuDevice:
     """A stand-in worker. What a slot leaves behind is poisoned, so that a read past its time shows."""
 
+    spoils = True
+
     def __init__(self, index: int) -> None:
         self.name = f"cpu:{index}"
         self.torch_device = torch.device("cpu")

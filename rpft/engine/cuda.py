@@ -135,6 +135,8 @@ def limit_memory(index: int, limit_bytes: int | None) -> None:
 class CudaDevice:
     """One GPU. ``vram_limit_bytes`` caps what torch may take of it, until the next one of that GPU is made."""
 
+    spoils = False
+
     def __init__(
         self, index: int, vram_limit_bytes: int | None, *, emulate_link_gbps: float | None = None
     ) -> None:

@@ -19,6 +19,8 @@ class Device(Protocol):
 
     name: str
     torch_device: torch.device
+    spoils: bool
+    """Whether ``release`` changes the buffer."""
 
     def stream(self, purpose: str, failure: Failure, delays: Delays) -> Stream:
         """A new in-order stream of this device. It starts behind what the calling thread has issued to it."""

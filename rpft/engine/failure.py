@@ -58,7 +58,6 @@ class Failure:
     """Shared by all threads of an engine. ``set`` keeps all errors, the first of which is the engine's."""
 
     def __init__(self) -> None:
-        self._failed = threading.Event()
         self._lock = threading.Lock()
         self._errors: tuple[BaseException, ...] = ()
 
@@ -78,7 +77,6 @@ class Failure:
             if any(error is known for known in self._errors):  # raised in the main thread, which tells it again
                 return
             self._errors += (error,)
-            self._failed.set()
             told = "every thread ends" if len(self._errors) == 1 else "while every thread ends"
         logger.info("%s: %s: %s", told, type(error).__name__, error)
 
@@ -86,11 +84,10 @@ class Failure:
         """Forgets all. To be called when all threads that an error ended are gone, before there are new ones."""
         with self._lock:
             self._errors = ()
-            self._failed.clear()
 
     @property
     def failed(self) -> bool:
-        return self._failed.is_set()
+        return bool(self._errors)
 
     def raise_if_failed(self) -> None:
         """Raises the first error, for the thread that reports it."""
@@ -100,7 +97,7 @@ class Failure:
 
     def cancel_if_failed(self) -> None:
         """Ends the calling engine thread."""
-        if self._failed.is_set():
+        if self._errors:
             raise Cancelled
 
     @property

@@ -34,7 +34,7 @@ class HostBatch:
         return self.targets.numel()
 
 
-@dataclass
+@dataclass(slots=True)
 class GradientCopy:
     """One layer's gradient sum on its way between the host store and a slot."""
 
@@ -52,12 +52,8 @@ class GradientCopy:
     """Whether the sum of the round before is brought up and added to, so that all rounds are one sum in order."""
     landed: Event = field(default_factory=Event)
 
-    def part_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The layer's part of a buffer for the whole slot's gradient."""
-        return flat[self.start : self.start + self.host.numel()]
 
-
-@dataclass
+@dataclass(slots=True)
 class Task:
     """What a slot does with one microbatch."""
 
@@ -78,7 +74,7 @@ class Task:
     """Fused and backward: the gradient of the stage's input; None where nothing below is trained."""
 
 
-@dataclass
+@dataclass(slots=True)
 class WeightCopy:
     """One run of host weights to be uploaded: source bytes, place in the weight buffer, and what it waits for."""
 

@@ -13,8 +13,9 @@ import random
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from torch import Tensor
@@ -22,28 +23,50 @@ from torch import Tensor
 from rpft.engine.failure import POLL_SECONDS, Cancelled, Ending, EngineError
 from rpft.engine.tracer import Clock, HostClock, Recorder
 
+_gates_change = threading.Lock()
+"""Held while some event's list of those who sleep changes."""
+
 
 class Event:
-    """Something that happens once: unset, then issued (``native`` is left to wait for), then complete."""
+    """Something that happens once: unset, then issued (``native`` is left to wait for), then complete.
 
-    __slots__ = ("_issued", "native")
+    A step has thousands, most of which happen before anybody asks: who has to sleep brings the lock to sleep on.
+    """
+
+    __slots__ = ("_gates", "_issued", "native")
 
     def __init__(self) -> None:
-        self._issued = threading.Event()
+        self._issued = False
+        self._gates: tuple[threading.Lock, ...] = ()
+        """Locks of threads that sleep until the event is issued."""
         self.native: Any = None
 
     def set(self, native: Any = None) -> None:
         self.native = native
-        self._issued.set()
+        self._issued = True  # before the look at who sleeps, as who wants to sleep looks at this last
+        if self._gates:
+            with _gates_change:
+                gates, self._gates = self._gates, ()
+            for gate in gates:
+                gate.release()
 
     @property
     def complete(self) -> bool:
         """Whether what the event marks is done; does not block."""
-        return self._issued.is_set() and (self.native is None or self.native.query())
+        return self._issued and (self.native is None or self.native.query())
 
     def wait(self, timeout_seconds: float) -> bool:
         """Blocks the thread until the event is issued, at most so long; whether it is."""
-        return self._issued.wait(timeout_seconds)
+        if self._issued:
+            return True
+        gate = threading.Lock()
+        gate.acquire()
+        with _gates_change:
+            self._gates += (gate,)
+        if not self._issued and not gate.acquire(timeout=timeout_seconds):
+            with _gates_change:
+                self._gates = tuple(each for each in self._gates if each is not gate)
+        return self._issued
 
     def wait_issued(self, failure: Ending) -> None:
         """Blocks the thread until the event is issued; ends the thread if the engine failed meanwhile."""
@@ -53,7 +76,8 @@ class Event:
     def synchronize(self, failure: Ending) -> None:
         """Blocks the thread until what the event marks is complete."""
         self.wait_issued(failure)
-        if self.native is not None:
+        # Asked first: who waits lets go of the interpreter, and gets it back only when nobody computes.
+        if self.native is not None and not self.native.query():
             self.native.synchronize()
 
 
@@ -102,6 +126,10 @@ class EngineThread(threading.Thread):
         super().run()
 
 
+_Entry = tuple[Callable[..., object], tuple[Any, ...], str]
+"""What a stream does next: a function, its arguments, and what that is called."""
+
+
 class Stream:
     """An in-order queue of tasks on its own thread. ``run``, ``wait`` and ``record`` return at once.
 
@@ -119,8 +147,8 @@ class Stream:
         self.tasks_done = 0
         self._failure = failure
         self._pause = delays.of(name)
-        self._tasks: deque[tuple[Callable[[], object], str]] = deque()
-        self._ready = threading.Condition()
+        self._queue: SimpleQueue[_Entry | None] = SimpleQueue()
+        """Tasks, and None behind the last."""
         self._closing = False
         self._thread = EngineThread(self._loop, name)
         self._thread.start()
@@ -130,7 +158,7 @@ class Stream:
 
         ``copied_bytes`` above 0 says that the task moves so many bytes between the host and a device or disk.
         """
-        self._put(lambda: self._carry_out(task, what, copied_bytes), what)
+        self._put(self._carry_out, (task, what, copied_bytes), what)
 
     def copy(self, target: Tensor, source: Tensor, what: str) -> None:
         """Queues the copy of a whole tensor between the host and a device."""
@@ -138,28 +166,18 @@ class Stream:
 
     def wait(self, event: Event, cause: str = "") -> None:
         """What is queued after this starts when ``event`` is complete; ``cause`` says what that is in a trace."""
-
-        def stand() -> None:
-            self._note_wait(cause)
-            self._await(event)
-
-        self._put(stand, "a wait")
+        self._put(self._stand, (event, cause), "a wait")
 
     def wait_on_host(self, event: Event, cause: str = "") -> None:
         """As ``wait``, but what is queued after this is not even issued before ``event`` is complete.
 
         Device memory is taken when work is issued: only so does it wait for memory that ``event`` makes free.
         """
-
-        def stand() -> None:
-            self._note_wait(cause)
-            event.synchronize(self._failure)
-
-        self._put(stand, "a wait")
+        self._put(self._stand_on_host, (event, cause), "a wait")
 
     def record(self, event: Event) -> Event:
         """``event`` completes when what is queued before this is done."""
-        self._put(lambda: self._mark(event), "a mark")
+        self._put(self._mark, (event,), "a mark")
         return event
 
     def uses(self, tensor: Any) -> None:
@@ -175,6 +193,14 @@ class Stream:
             task()
         else:
             recorder.carry_out(task, what, copied_bytes)
+
+    def _stand(self, event: Event, cause: str) -> None:
+        self._note_wait(cause)
+        self._await(event)
+
+    def _stand_on_host(self, event: Event, cause: str) -> None:
+        self._note_wait(cause)
+        event.synchronize(self._failure)
 
     def _note_wait(self, cause: str) -> None:
         recorder = self.recorder
@@ -193,32 +219,30 @@ class Stream:
     def _settle(self) -> None:
         """Called last in the stream's thread: returns when what it has issued is done."""
 
-    def _put(self, task: Callable[[], object], what: str) -> None:
-        with self._ready:
-            assert not self._closing, f"stream {self.name} is closed"
-            self._tasks.append((task, what))
-            self._ready.notify()
+    def _put(self, call: Callable[..., object], arguments: tuple[Any, ...], what: str) -> None:
+        assert not self._closing, f"stream {self.name} is closed"
+        self._queue.put((call, arguments, what))
+
+    def _next(self) -> _Entry | None:
+        while True:
+            with suppress(Empty):
+                return self._queue.get(timeout=POLL_SECONDS)
+            self._failure.cancel_if_failed()
 
     def _loop(self) -> None:
         what = "its start"
         try:
             context = self._enter()
-            while True:
-                with self._ready:
-                    while not self._tasks:
-                        if self._closing:
-                            del context
-                            return
-                        self._ready.wait(POLL_SECONDS)
-                        self._failure.cancel_if_failed()
-                    task, what = self._tasks.popleft()
+            while (entry := self._next()) is not None:
+                call, arguments, what = entry
                 self._failure.cancel_if_failed()
                 self._pause()
                 self.task = what
-                task()
-                del task
+                call(*arguments)
+                del entry, call, arguments
                 self.task = ""
                 self.tasks_done += 1
+            del context
         except Cancelled:
             pass
         except BaseException as error:
@@ -226,14 +250,19 @@ class Stream:
             fault.__cause__ = error
             self._failure.set(fault)
         finally:
-            self._tasks.clear()
+            self._drop()
             self._settle()
+
+    def _drop(self) -> None:
+        """Lets go of what is queued, which holds a device's memory."""
+        with suppress(Empty):
+            while True:
+                self._queue.get_nowait()
 
     def close(self) -> None:
         """Lets queued tasks finish (or be dropped after a fault) and asks the thread to end."""
-        with self._ready:
-            self._closing = True
-            self._ready.notify()
+        self._closing = True
+        self._queue.put(None)
 
     @property
     def thread_id(self) -> int | None:
@@ -245,5 +274,5 @@ class Stream:
         self._thread.join(timeout_seconds)
         if self._thread.is_alive():
             return False
-        self._tasks.clear()  # some may have come after a fault had ended it, and they hold a device's memory
+        self._drop()  # some may have come after a fault had ended it
         return True

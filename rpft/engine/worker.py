@@ -19,7 +19,7 @@ from functools import partial
 import torch
 
 from rpft.engine.accumulators import Accumulators
-from rpft.engine.buffers import Boundary, Reading, Ring, free_behind
+from rpft.engine.buffers import Boundary, Reading, Ring, Views, free_behind
 from rpft.engine.compute import ForwardState, GradientChain, SlotRun
 from rpft.engine.device import Device
 from rpft.engine.failure import Failure
@@ -74,6 +74,7 @@ class Worker:
         self._kept_ring = ring(sizes.kept_bytes)
         stays = {layer: device.allocate(source.numel()).copy_(source) for layer, source in resident.items()}
         self._places = Places(layouts, stays)
+        self._views = Views()
         self._batches: dict[HostBatch, DeviceBatch] = {}
         self._going_down: deque[Event] = deque()
         """When each result is down that is computed, the oldest first; without those that were waited for."""
@@ -110,28 +111,29 @@ class Worker:
             self._keep_bytes_per_token,
             self._device_batch,
         )
-        self._compute.run(run.begin, f"{slot} begin")
+        name = str(slot)
+        self._compute.run(run.begin, f"{name} begin")
         if slot.kind in (SlotKind.FORWARD, SlotKind.LOSS):
-            self._forward_tasks(slot, run)
+            self._forward_tasks(slot, run, name)
         else:
-            self._gradient_tasks(slot, run)
+            self._gradient_tasks(slot, run, name)
         for losses, ready, store in (
             (slot.losses, slot.losses_ready, run.store_losses),
             (slot.router_losses, slot.router_losses_ready, run.store_router_losses),
         ):
             if losses is not None:
-                self._send_losses_down(losses, ready, store, f"{slot} losses")
-        self._let_go(weights, freed, f"{slot} end")
+                self._send_losses_down(losses, ready, store, f"{name} losses")
+        self._let_go(weights, freed, f"{name} end")
 
     # -- copies --------------------------------------------------------------------------------------------
 
     def _upload_weights(self, slot: Slot) -> tuple[torch.Tensor, Event]:
         buffer, free, freed = self._weight_ring.next()
-        up = self._weights_up
+        up, what = self._weights_up, f"{slot} weights"
         up.wait(free, BUFFER)
 
         def bring(start: int, source: torch.Tensor) -> None:
-            up.copy(buffer[start : start + source.numel()], source, f"{slot} weights")
+            up.copy(self._views.part(buffer, start, source.numel()), source, what)
 
         if any(copy.on_disk for copy in slot.weights):
             assert self._read_ahead is not None
@@ -150,11 +152,12 @@ class Worker:
     def _bring_up(self, reading: Reading, ring: Ring, what: str) -> tuple[torch.Tensor, Callable[[], None]]:
         """Queues the upload of a boundary; gives the device view, and what to call behind its last use."""
         buffer, free, freed = ring.next()
-        hidden = reading.boundary.hidden
-        view = buffer[: hidden.nbytes].view(hidden.dtype).view(hidden.shape)
+        boundary = reading.boundary
+        hidden = boundary.hidden
+        view = self._views.shaped(buffer, hidden.shape, hidden.dtype)
         up = self._activations_up
         up.wait(free, BUFFER)
-        up.wait(reading.boundary.delivered, INPUT)
+        up.wait(boundary.delivered, INPUT)
         up.copy(view, hidden, what)
         up.record(reading.done)
         self._compute.wait(reading.done, INPUT)
@@ -172,8 +175,7 @@ class Worker:
         """As ``_bring_up`` for what the forwards of a segment kept, which ``chain`` is given."""
         releases = []
         for layer in [each for each in segment.layers if each in task.kept_inputs]:
-            view, let_go = self._bring_up(task.kept_inputs[layer], self._kept_ring, f"{what} kept")
-            flat = view.flatten()
+            flat, let_go = self._bring_up(task.kept_inputs[layer], self._kept_ring, f"{what} kept")
             if len(segment.layers) == 1:
                 self._compute.run(partial(chain.given.__setitem__, layer, flat), what)
                 releases.append(let_go)
@@ -226,10 +228,11 @@ class Worker:
         while len(self._going_down) >= RESULTS_IN_FLIGHT:
             self._compute.wait_on_host(self._going_down.popleft(), BUFFER)
 
-    def _forward_tasks(self, slot: Slot, run: SlotRun) -> None:
+    def _forward_tasks(self, slot: Slot, run: SlotRun, name: str) -> None:
         """A forward stage, or in an evaluation the fused one, which has losses for an output."""
         for number, task in enumerate(slot.tasks):
-            what = f"{slot} microbatch {number}"
+            what = f"{name} microbatch {number}"
+            output, kept = f"{what} output", f"{what} kept"
             hidden, let_go = self._bring_input_up(task, slot.stage.first, what)
             if slot.kind is SlotKind.LOSS:
                 self._compute.run(partial(run.loss, task, hidden), what)
@@ -243,19 +246,19 @@ class Worker:
                 computed = self._compute.record(Event())
                 if first == slot.stage.first:
                     let_go()
-                self._send_down(state.outputs.popleft, boundary, computed, f"{what} output")
+                self._send_down(state.outputs.popleft, boundary, computed, output)
                 for layer in [each for each in range(first, last) if each in task.kept_outputs]:
                     boundary = task.kept_outputs[layer]
-                    self._send_kept_down(state.kept.popleft, boundary, f"{what} kept")
+                    self._send_kept_down(state.kept.popleft, boundary, kept)
                 self._going_down.append(boundary.delivered)
                 first = last
 
-    def _gradient_tasks(self, slot: Slot, run: SlotRun) -> None:
+    def _gradient_tasks(self, slot: Slot, run: SlotRun, name: str) -> None:
         """The fused stage or a backward one. A segment is recomputed before the gradient for it is waited for."""
         accumulator, freed = self._accumulators.begin(slot, self._compute, self._weights_up)
-        self._compute.run(lambda: run.take_accumulator(accumulator), f"{slot} begin")
+        self._compute.run(lambda: run.take_accumulator(accumulator), f"{name} begin")
         for number, task in enumerate(slot.tasks):
-            what = f"{slot} microbatch {number}"
+            what = f"{name} microbatch {number}"
             chain = GradientChain()
             self._await_room()
             for segment in slot.segments:

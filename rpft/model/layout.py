@@ -173,12 +173,12 @@ class LayerLayout:
         """Of the layer's largest quantised weight in working precision, of which one exists at a time."""
         return max((packed.num_bytes for packed in self.packed.values()), default=0)
 
-    @property
+    @cached_property
     def trained_dtype(self) -> torch.dtype:
         """Of the trained tensors; float32 where there are none."""
         return next((spec.dtype for spec, _ in self.own.values() if spec.trained), torch.float32)
 
-    @property
+    @cached_property
     def frozen_start(self) -> int:
         """Where the layer's own frozen tensors begin in its host buffer, in bytes; its end if there are none."""
         frozen = (offset for spec, offset in self.own.values() if not spec.trained)

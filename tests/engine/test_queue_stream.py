@@ -92,13 +92,43 @@ def test_an_event_is_complete_when_the_device_is_there_and_not_when_it_is_issued
 
 def test_the_device_waits_for_another_queue_and_the_thread_only_until_it_is_known_what_for(held):
     stream, queue, failure = held
-    event, mark, done = Event(), object(), Event()
+    event, mark, done = Event(), Gate(), Event()
     stream.wait(event)
     stream.record(done)
     assert not done.wait(0.01)
     event.set(mark)
     done.wait_issued(failure)
     assert queue.told_to_wait_for == [mark]
+
+
+def test_neither_the_device_nor_the_thread_waits_for_a_queue_that_is_there_already(held):
+    """Calls that wait give the interpreter away, and who has it next may keep it for long."""
+    stream, queue, failure = held
+    there, done = Gate(), Event()
+    there.opened.set()
+    event = Event()
+    event.set(there)
+    stream.wait(event)
+    stream.wait_on_host(event)
+    stream.record(done)
+    done.wait_issued(failure)
+    assert queue.told_to_wait_for == []
+    assert not there.waited_for.is_set()
+
+
+def test_one_mark_does_for_all_that_stands_behind_a_task_and_a_wait_asks_for_another(held):
+    stream, queue, failure = held
+    first, second, third = Event(), Event(), Event()
+    stream.run(lambda: None, "a task")
+    stream.record(first)
+    stream.record(second)
+    event = Event()
+    event.set(Gate())
+    stream.wait(event)
+    stream.record(third)
+    third.wait_issued(failure)
+    assert first.native is second.native is queue.gates[0]
+    assert third.native is queue.gates[1]
 
 
 def test_what_has_happened_on_the_host_is_nothing_to_wait_for_on_the_device(held):
@@ -114,7 +144,10 @@ def test_what_has_happened_on_the_host_is_nothing_to_wait_for_on_the_device(held
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_thread_ends_when_the_device_is_done_with_the_memory_that_it_was_given(fails, held):
     stream, queue, failure = held
+    elsewhere = Event()
+    elsewhere.set(Gate())
     stream.run(lambda: None, "a copy to memory of the host")
+    stream.wait(elsewhere)
     stream.record(Event())  # behind the copy, and no mark to wait for at the end
     gate = queue.gate(1)
     if fails:

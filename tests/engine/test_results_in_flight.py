@@ -55,7 +55,7 @@ def test_results_wait_for_those_before_them_to_be_down(limited, checkpoint, monk
             down += 1
 
         if stream.name.endswith("activations down"):
-            stream._put(arrived, "a count")
+            stream._put(arrived, (), "a count")
         return deliver(stream, event)
 
     monkeypatch.setattr(SlotRun, "forward", counted_forward)
