@@ -41,7 +41,7 @@ class Accumulators:
         up.wait(free, BUFFER)
         for copy in slot.gradients:
             up.wait(copy.after, GRADIENTS)
-            up.copy(self._part(copy, accumulator), copy.host, f"{slot} gradients up")
+            up.copy_giving_way(self._part(copy, accumulator), copy.host, f"{slot} gradients up")
         compute.wait(up.record(Event()), GRADIENTS)
         return accumulator, freed
 
@@ -73,7 +73,7 @@ class Accumulators:
         down.run(lambda: _store_squares(squares, down), f"{slot} gradient norm")
         for copy in slot.gradients:
             down.wait(copy.after, GRADIENTS if copy.goes_on else OPTIMIZER)
-            down.copy(copy.host, self._part(copy, source), what)
+            down.copy_giving_way(copy.host, self._part(copy, source), what)
             down.record(copy.landed)
         free_behind(down, self._device, source, sent, what)
 

