@@ -165,7 +165,7 @@ class Stream:
         self.run(lambda: target.copy_(source, non_blocking=True), what, copied_bytes=source.nbytes)
 
     def copy_giving_way(self, target: Tensor, source: Tensor, what: str) -> None:
-        """As ``copy``, of flat tensors that may be long: other streams' copies the same way need not wait for all."""
+        """As ``copy``, of long flat tensors; other streams' copies the same way need not wait for all."""
         self.copy(target, source, what)
 
     def wait(self, event: Event, cause: str = "") -> None:
