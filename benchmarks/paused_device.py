@@ -23,9 +23,8 @@ from rpft.engine.tracer import HostClock
 from rpft.model.block_backward import Kept, Weights
 from rpft.model.device_batch import DeviceBatch
 from rpft.model.kept import FromForward
-from rpft.model.moments import Moments
-from rpft.optim.kernels import Weights as MasterWeights
-from rpft.optim.one_pass import OnePass
+from rpft.optim.kernels import Part
+from rpft.optim.one_pass import BoundUpdate, OnePass
 
 _BACKWARD = 3
 """How many times as long as a forward recompute and backward take together."""
@@ -192,15 +191,9 @@ class PausedPass(OnePass):
         super().__init__()
         self._rate = rate
 
-    def _update(
-        self,
-        gradients: Sequence[torch.Tensor],
-        weights: MasterWeights,
-        moments: Moments,
-        rounding_key: int,
-        numbers: Any,
-    ) -> None:
-        time.sleep(len(weights.after) / self._rate)
+    def _bind(self, parts: Sequence[Part]) -> BoundUpdate:
+        seconds = sum(len(part.weights.after) for part in parts) / self._rate
+        return lambda numbers, rounding_key: time.sleep(seconds)
 
     def _rows_square_sum(self, gradients: Sequence[torch.Tensor]) -> float:
         return 0.0

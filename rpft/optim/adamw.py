@@ -13,8 +13,8 @@ from rpft.model.dropout import mix
 from rpft.model.host_layer import HostLayer
 from rpft.model.layout import ALIGNMENT_ELEMENTS, align
 from rpft.model.moments import Moments
-from rpft.optim.kernels import Weights
-from rpft.optim.one_pass import OnePass
+from rpft.optim.kernels import Part, Weights
+from rpft.optim.one_pass import Numbers, OnePass
 
 _ROUNDING = 0x6D6F6D656E7473
 """What these draws have for themselves among those from one seed."""
@@ -53,26 +53,52 @@ class AdamW:
         the copy of the working weights that belongs to the masters, ``target`` the one that will. ``piece``: which
         of the layer's trained elements, and their moments; None for all, whose moments lie in RAM.
         """
+        LayerUpdate(self, kernels, layer, borrowed, source, target, piece)(
+            learning_rate, updates_before, gradient_divisor
+        )
+
+
+class LayerUpdate:
+    """One layer's update, or that of a piece, of which all that depends on where things lie is found once."""
+
+    def __init__(
+        self,
+        algorithm: AdamW,
+        kernels: OnePass,
+        layer: HostLayer,
+        borrowed: Sequence[BorrowedGradient],
+        source: int,
+        target: int,
+        piece: tuple[slice, Moments] | None = None,
+    ) -> None:
+        """See ``AdamW.update``."""
+        self._algorithm, self._layer, self._target = algorithm, layer, target
         before, after = layer.copy(source), layer.copy(target)
         whole, moments = piece or (slice(0, layer.layout.num_trained), layer.moments)
-        # A layer's updates are counted in checkpoints, so that a resumed run draws what the unbroken one does.
-        rounding_key = mix(self.seed, _ROUNDING, updates_before, layer.layout.layer)
-        fast = fast_parts(layer) if self.fast_ratio != 1.0 else []
+        fast = fast_parts(layer) if algorithm.fast_ratio != 1.0 else []
+        parts: list[Part] = []
+        self._ways: list[tuple[float, float]] = []
+        """(ratio of the learning rate, weight decay) of each part."""
         for part, gradients in gradient_parts(layer, borrowed, fast, whole):
-            ratio = self.fast_ratio if any(f.start <= part.start < f.stop for f in fast) else 1.0
-            kernels.adamw_pass(
-                gradients,
-                Weights(before[part], after[part], layer.master[part] if len(layer.master) else None),
-                moments[part.start - whole.start : part.stop - whole.start],
-                learning_rate=learning_rate * ratio,
-                betas=self.betas,
-                eps=self.eps,
-                weight_decay=self.weight_decay if part.start < layer.layout.num_decayed else 0.0,
-                updates_before=updates_before,
-                gradient_divisor=gradient_divisor,
-                rounding_key=rounding_key,
-            )
-        layer.latest = target
+            if part.start == part.stop:
+                continue
+            weights = Weights(before[part], after[part], layer.master[part] if len(layer.master) else None)
+            parts.append(Part(gradients, weights, moments[part.start - whole.start : part.stop - whole.start]))
+            ratio = algorithm.fast_ratio if any(f.start <= part.start < f.stop for f in fast) else 1.0
+            decay = algorithm.weight_decay if part.start < layer.layout.num_decayed else 0.0
+            self._ways.append((ratio, decay))
+        self._update = kernels.bind(parts)
+
+    def __call__(self, learning_rate: float, updates_before: int, gradient_divisor: float) -> None:
+        betas, eps = self._algorithm.betas, self._algorithm.eps
+        numbers = {
+            (ratio, decay): Numbers(learning_rate * ratio, betas, eps, decay, updates_before, gradient_divisor)
+            for ratio, decay in {*self._ways}
+        }
+        # A layer's updates are counted in checkpoints, so that a resumed run draws what the unbroken one does.
+        rounding_key = mix(self._algorithm.seed, _ROUNDING, updates_before, self._layer.layout.layer)
+        self._update([numbers[way] for way in self._ways], rounding_key)
+        self._layer.latest = self._target
 
 
 def fast_parts(layer: HostLayer) -> list[slice]:

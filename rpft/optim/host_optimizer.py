@@ -21,7 +21,8 @@ from rpft.engine.trace import CHECKPOINT, COMPUTE, GRADIENTS, WEIGHTS
 from rpft.engine.tracer import span, standing_still
 from rpft.model.host_store import HostStore
 from rpft.model.layout import ALIGNMENT_ELEMENTS, align
-from rpft.optim.adamw import AdamW, BorrowedGradient, gradient_parts
+from rpft.model.moments import Moments
+from rpft.optim.adamw import AdamW, BorrowedGradient, LayerUpdate, gradient_parts
 from rpft.optim.moments_window import MomentsWindow
 from rpft.optim.one_pass import FusedPass, OnePass
 from rpft.optim.schedule import Schedule
@@ -82,6 +83,8 @@ class HostOptimizer:
         self._kernels = kernels or FusedPass()
         self._before_update, self._do_ahead = before_update, do_ahead
         self._borrowed = _borrowed_gradients(store)
+        self._updates: dict[tuple[int, int, int], LayerUpdate] = {}
+        """By layer, and the copies of working weights that are read and written."""
         self._max_grad_norm = max_grad_norm
         self._failure, self._delays, self._pause = failure, delays, delays.of("optimizer")
         self.updates_applied = updates_applied
@@ -132,12 +135,14 @@ class HostOptimizer:
         """Waits for the threads, those of a disk after the optimizer's own; False when one still runs."""
         if not self.stream.join(timeout_seconds):
             return False
+        self._updates.clear()  # holds gradients, whose memory may be wanted
         return self._window is None or self._window.close(timeout_seconds)
 
     # -- the thread ----------------------------------------------------------------------------------------
 
     def _complete(self, update: Update) -> None:
-        result = self._apply(update)
+        with openmp_threads(self._kernels.num_threads):
+            result = self._apply(update)
         with self._changed:
             self.last_step = result.step
             self._results[result.step] = result
@@ -150,9 +155,8 @@ class HostOptimizer:
                 event.synchronize(self._failure)
 
     def _use_time_until(self, landed: Event, step: int) -> None:
-        with openmp_threads(self._kernels.num_threads):
-            while not landed.complete and self._do_ahead(step):
-                self._failure.cancel_if_failed()
+        while not landed.complete and self._do_ahead(step):
+            self._failure.cancel_if_failed()
 
     def _apply(self, update: Update) -> UpdateResult:
         ticket = update.ticket
@@ -188,7 +192,7 @@ class HostOptimizer:
 
     def _gradient_squares(self, update: Update) -> list[float]:
         """The square of each layer's gradient sum. Workers have taken all but those of weights with two uses."""
-        squares = [0.0] * len(self._store.layers)
+        squares: list[float | None] = [None] * len(self._store.layers)
         for index in reversed(range(len(self._store.layers))):  # the order in which gradients land
             self._use_time_until(update.ticket.landed[index], update.ticket.step)
             self._wait([update.ticket.landed[index]], GRADIENTS)
@@ -196,9 +200,8 @@ class HostOptimizer:
                 parts = gradient_parts(self._store.layers[index], self._borrowed[index])
                 with span(f"norm of layer {index}"):
                     squares[index] = sum(self._kernels.square_sum(gradients) for _, gradients in parts)
-            else:
-                squares[index] = float(update.ticket.squares[index])
-        return squares
+        own = update.ticket.squares.tolist()  # all have landed
+        return [square if square is not None else own[index] for index, square in enumerate(squares)]
 
     def _by_number(self, squares: list[float]) -> list[list[float]]:
         """Of embedding, each block and head those ``squares`` that are of trained parts of it."""
@@ -221,27 +224,34 @@ class HostOptimizer:
         if rate is None and source == target:
             return
         self._wait(update.replaced.readers[index], WEIGHTS)
-        with standing_still(CHECKPOINT), openmp_threads(self._kernels.num_threads):
+        with standing_still(CHECKPOINT):
             self._before_update(update.ticket.step, index)
         if rate is None:
             layer.copy(target).copy_(layer.copy(source))
             layer.latest = target
             return
         divisor = update.ticket.trained_tokens / self._clip_coefficient(norm)
-        for piece in [None] if self._window is None else self._window.pieces(index):
-            part = "" if piece is None else f" [{piece[0].start}..{piece[0].stop}]"
-            with span(f"update of layer {index}{part}"):
-                self._algorithm.update(
-                    self._kernels,
-                    layer,
-                    self._borrowed[index],
-                    rate,
-                    self.updates_applied,
-                    divisor,
-                    source,
-                    target,
-                    piece,
-                )
+        if self._window is None:
+            with span(f"update of layer {index}"):
+                self._update_of(index, source, target)(rate, self.updates_applied, divisor)
+            return
+        for piece in self._window.pieces(index):
+            with span(f"update of layer {index} [{piece[0].start}..{piece[0].stop}]"):
+                found = self._layer_update(index, source, target, piece)
+                found(rate, self.updates_applied, divisor)
+
+    def _update_of(self, index: int, source: int, target: int) -> LayerUpdate:
+        """The same one in every step: to find where things lie takes longer than the update of a small layer."""
+        key = index, source, target
+        if key not in self._updates:
+            self._updates[key] = self._layer_update(index, source, target)
+        return self._updates[key]
+
+    def _layer_update(
+        self, index: int, source: int, target: int, piece: tuple[slice, Moments] | None = None
+    ) -> LayerUpdate:
+        layer, borrowed = self._store.layers[index], self._borrowed[index]
+        return LayerUpdate(self._algorithm, self._kernels, layer, borrowed, source, target, piece)
 
 
 def _borrowed_gradients(store: HostStore) -> list[list[BorrowedGradient]]:

@@ -11,7 +11,7 @@ import ctypes
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple, get_args
@@ -50,18 +50,54 @@ class _State(ctypes.Structure):
         *((name, _POINTER) for name in ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")),
         *((name, _POINTER) for name in ("signed_values", "unsigned_values", "signed_search", "unsigned_search")),
         ("first_place", _LONG),
-        ("key_low", ctypes.c_uint32),
-        ("key_high", ctypes.c_uint32),
+        ("keys", ctypes.c_uint32 * 2),
     ]
 
     @classmethod
-    def of(cls, moments: Moments, rounding_key: int) -> _State:
+    def of(cls, moments: Moments) -> _State:
         stored = moments.exp_avg, moments.exp_avg_sq, moments.exp_avg_scale, moments.exp_avg_sq_scale
         maps = [
             table(signed) for table in (dynamic_map.values, dynamic_map.search_table) for signed in (True, False)
         ]
         pointers = [tensor.data_ptr() for tensor in (*stored, *maps)]
-        return cls(*pointers, moments.first_place, *halves(rounding_key))
+        return cls(*pointers, moments.first_place)
+
+
+class Part(NamedTuple):
+    """Elements of an update that are updated alike."""
+
+    gradients: Sequence[Tensor]
+    """One or two, float32 or bfloat16, which are to be added."""
+    weights: Weights
+    moments: Moments
+
+
+class _Part(ctypes.Structure):
+    """Part of one_pass.cpp."""
+
+    _fields_ = [
+        ("n", _LONG),
+        *((name, _POINTER) for name in ("first", "second", "before", "after", "master", "remainder")),
+        ("state", _State),
+        ("bfloat16_gradients", ctypes.c_int32),
+    ]
+
+    @classmethod
+    def of(cls, part: Part) -> _Part:
+        before, after, master = part.weights
+        split = master is not None and master.dtype == torch.int16
+        first, second, bfloat16 = _of_gradients(part.gradients)
+        return cls(
+            len(after),
+            first,
+            second,
+            before.data_ptr(),
+            after.data_ptr() if after.dtype != torch.float16 else None,
+            None if master is None or split else master.data_ptr(),
+            master.data_ptr() if master is not None and split else None,
+            _State.of(part.moments),
+            bfloat16,
+        )
 
 
 class CompiledKernels:
@@ -72,36 +108,26 @@ class CompiledKernels:
         source = files("rpft.optim").joinpath("one_pass.cpp").read_text(encoding="utf-8")
         library = _build(source, f"-DSTATE_FORMAT={get_args(StateFormat).index(state_format)}")
         self._adamw, self._square_sums = library.adamw, library.square_sums
-        self._adamw.argtypes = [_LONG, _POINTER, _POINTER, _INT, *[_POINTER] * 6]
+        self._adamw.argtypes = [_LONG, _POINTER, ctypes.c_char_p, ctypes.c_uint32, ctypes.c_uint32]
         self._square_sums.argtypes = [_LONG, _LONG, _POINTER, _POINTER, _INT, _POINTER]
         self._adamw.restype = self._square_sums.restype = None
 
-    def adamw(
-        self,
-        gradients: Sequence[Tensor],
-        weights: Weights,
-        moments: Moments,
-        rounding_key: int,
-        numbers: Tensor,
-    ) -> None:
-        """AdamW with ``numbers``, float32 [8]: the scale of the gradient, what weight decay leaves, 1 - beta1,
-        beta2, 1 - beta2, the learning rate and the root of the second moment both with their bias correction, eps.
+    def adamw(self, parts: Sequence[Part]) -> Callable[[bytes, int], None]:
+        """AdamW of ``parts``, whose places are looked up now: one call, without the GIL, does all of them.
 
-        ``gradients``: one or two, float32 or bfloat16. Working weights of float16 are not written. Moments of
-        bfloat16 are rounded by chance, as ``rounding_key``, 64 bits, has it.
+        It takes numbers and a rounding key. Numbers are float32, 8 a part: the scale of the gradient, what weight
+        decay leaves, 1 - beta1, beta2, 1 - beta2, the learning rate and the root of the second moment both with
+        their bias correction, eps.
+        Working weights of float16 are not written. Moments of bfloat16 are rounded by chance, as the key, 64 bits,
+        has it.
         """
-        master, split = weights.master, weights.master is not None and weights.master.dtype == torch.int16
-        written = weights.after.dtype != torch.float16
-        self._adamw(
-            len(weights.after),
-            *_of_gradients(gradients),
-            weights.before.data_ptr(),
-            weights.after.data_ptr() if written else None,
-            None if master is None or split else master.data_ptr(),
-            master.data_ptr() if master is not None and split else None,
-            ctypes.byref(_State.of(moments, rounding_key)),
-            numbers.data_ptr(),
-        )
+        placed = (_Part * len(parts))(*map(_Part.of, parts))
+        held, adamw = list(parts), self._adamw  # tensors live as long as what has their addresses
+
+        def update(numbers: bytes, rounding_key: int) -> None:
+            adamw(len(held), placed, numbers, *halves(rounding_key))
+
+        return update
 
     def square_sums(self, gradients: Sequence[Tensor]) -> Tensor:
         """The squares of the sum of ``gradients``, summed in rows: float32 [n / SQUARES_ROW]; n is whole rows."""

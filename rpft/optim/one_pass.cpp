@@ -94,7 +94,7 @@ struct State {
     const float *signed_values, *unsigned_values;      // of the 8-bit maps
     const int32_t *signed_search, *unsigned_search;    // model/dynamic_map.py says what these are
     int64_t first_place;                               // of the first element in its layer
-    uint32_t key_low, key_high;
+    uint32_t key_low, key_high;                        // of an update: filled here
 };
 
 struct WholeMoments {
@@ -287,26 +287,43 @@ void with_gradients(const void* first, const void* second, int bfloat16, Use use
 
 }  // namespace
 
-// Null: `second`, a gradient with one use; `remainder`, masters are whole. `before` and `after` are working weights: of
-// bfloat16, or, where there is no `master`, of float32, which are masters themselves. Null `after`: none are written.
-extern "C" void adamw(int64_t n, const void* first, const void* second, int bfloat16_gradients, const void* before,
-                      void* after, float* master, uint16_t* remainder, const State* state, const float* numbers) {
-    Numbers k;
-    std::memcpy(&k, numbers, sizeof k);
-    with_gradients(first, second, bfloat16_gradients, [&](auto gradients) {
-        auto* working = static_cast<uint16_t*>(after);
-        if (remainder) {
-            const auto* old = static_cast<const uint16_t*>(before);
-            update_as(n, gradients, Split{old, working, remainder}, *state, k);
-        } else if (!master) {
-            const auto* old = static_cast<const float*>(before);
-            update_as(n, gradients, Alone{old, static_cast<float*>(after)}, *state, k);
-        } else if (working) {
-            update_as(n, gradients, WithWorking{master, working}, *state, k);
-        } else {
-            update_as(n, gradients, Alone{master, master}, *state, k);
-        }
-    });
+// Elements that are updated alike; kernels.py fills it. Null: `second`, a gradient with one use; `remainder`, masters are
+// whole. `before` and `after` are working weights: of bfloat16, or, where there is no `master`, of float32, which are
+// masters themselves. Null `after`: none are written.
+struct Part {
+    int64_t n;
+    const void *first, *second;
+    const void* before;
+    void* after;
+    float* master;
+    uint16_t* remainder;
+    State state;
+    int32_t bfloat16_gradients;
+};
+
+// `numbers` has a set a part.
+extern "C" void adamw(int64_t parts, const Part* part, const Numbers* numbers, uint32_t key_low, uint32_t key_high) {
+    for (int64_t i = 0; i < parts; ++i) {
+        const Part p = part[i];
+        const Numbers k = numbers[i];
+        State state = p.state;
+        state.key_low = key_low;
+        state.key_high = key_high;
+        with_gradients(p.first, p.second, p.bfloat16_gradients, [&](auto gradients) {
+            auto* working = static_cast<uint16_t*>(p.after);
+            if (p.remainder) {
+                const auto* old = static_cast<const uint16_t*>(p.before);
+                update_as(p.n, gradients, Split{old, working, p.remainder}, state, k);
+            } else if (!p.master) {
+                const auto* old = static_cast<const float*>(p.before);
+                update_as(p.n, gradients, Alone{old, static_cast<float*>(p.after)}, state, k);
+            } else if (working) {
+                update_as(p.n, gradients, WithWorking{p.master, working}, state, k);
+            } else {
+                update_as(p.n, gradients, Alone{p.master, p.master}, state, k);
+            }
+        });
+    }
 }
 
 extern "C" void square_sums(int64_t rows, int64_t length, const void* first, const void* second,

@@ -11,8 +11,10 @@ import functools
 import logging
 import math
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -21,7 +23,7 @@ from torch.optim.adamw import adamw
 
 from rpft.model.moments import Moments, StateFormat, moments_bytes, moments_in
 from rpft.model.split_float import join, split_into
-from rpft.optim.kernels import SQUARES_ROW, CompiledKernels, Weights
+from rpft.optim.kernels import SQUARES_ROW, CompiledKernels, Part, Weights
 from rpft.optim.threads import choose, measure, openmp_threads, thread_counts
 
 logger = logging.getLogger(__name__)
@@ -38,7 +40,7 @@ _SCRATCH_ELEMENTS = 1 << 25
 
 
 @dataclass(frozen=True)
-class _Numbers:
+class Numbers:
     """The numbers of one update."""
 
     learning_rate: float
@@ -48,22 +50,25 @@ class _Numbers:
     updates_before: int
     gradient_divisor: float
 
-    def tensor(self) -> Tensor:
+    @cached_property
+    def packed(self) -> bytes:
         """As ``CompiledKernels.adamw`` takes them."""
         step, (beta1, beta2) = self.updates_before + 1, self.betas
-        return torch.tensor(
-            [
-                1.0 / self.gradient_divisor,
-                1.0 - self.learning_rate * self.weight_decay,
-                1.0 - beta1,
-                beta2,
-                1.0 - beta2,
-                self.learning_rate / (1.0 - beta1**step),
-                1.0 / math.sqrt(1.0 - beta2**step),
-                self.eps,
-            ],
-            dtype=torch.float32,
-        )
+        values = [
+            1.0 / self.gradient_divisor,
+            1.0 - self.learning_rate * self.weight_decay,
+            1.0 - beta1,
+            beta2,
+            1.0 - beta2,
+            self.learning_rate / (1.0 - beta1**step),
+            1.0 / math.sqrt(1.0 - beta2**step),
+            self.eps,
+        ]
+        return array("f", values).tobytes()
+
+
+BoundUpdate = Callable[[Sequence[Numbers], int], None]
+"""An update that takes the numbers of each of its parts, and 64 bits for what is rounded by chance."""
 
 
 class OnePass(ABC):
@@ -103,17 +108,25 @@ class OnePass(ABC):
         chance that ``rounding_key``, 64 bits, and each element's place decide. No element's result depends on the
         number of threads.
         """
-        before, after, master = weights
-        assert moments.format == self.state_format
-        assert before.dtype == after.dtype
-        if master is None or master.dtype == torch.int16:
-            assert after.dtype == (torch.float32 if master is None else torch.bfloat16)
-        masters = [] if master is None else [master]
-        _assert_flat([*gradients, before, after, moments.exp_avg, moments.exp_avg_sq, *masters])
-        if len(after) > 0:
-            numbers = _Numbers(learning_rate, betas, eps, weight_decay, updates_before, gradient_divisor)
+        numbers = Numbers(learning_rate, betas, eps, weight_decay, updates_before, gradient_divisor)
+        self.bind([Part(gradients, weights, moments)])([numbers], rounding_key)
+
+    def bind(self, parts: Sequence[Part]) -> BoundUpdate:
+        """As ``adamw_pass`` of several parts, whose tensors are checked and looked up now and not every time."""
+        for (before, after, master), gradients, moments in ((p.weights, p.gradients, p.moments) for p in parts):
+            assert moments.format == self.state_format
+            assert before.dtype == after.dtype
+            if master is None or master.dtype == torch.int16:
+                assert after.dtype == (torch.float32 if master is None else torch.bfloat16)
+            masters = [] if master is None else [master]
+            _assert_flat([*gradients, before, after, moments.exp_avg, moments.exp_avg_sq, *masters])
+        bound = self._bind(parts)
+
+        def update(numbers: Sequence[Numbers], rounding_key: int) -> None:
             with openmp_threads(self.num_threads):
-                self._update(gradients, weights, moments, rounding_key, numbers)
+                bound(numbers, rounding_key)
+
+        return update
 
     def square_sum(self, gradients: Sequence[Tensor]) -> float:
         """The sum of the squares of the sum of ``gradients``; not finite when an element of it is not.
@@ -131,14 +144,7 @@ class OnePass(ABC):
         return total
 
     @abstractmethod
-    def _update(
-        self,
-        gradients: Sequence[Tensor],
-        weights: Weights,
-        moments: Moments,
-        rounding_key: int,
-        numbers: _Numbers,
-    ) -> None: ...
+    def _bind(self, parts: Sequence[Part]) -> BoundUpdate: ...
 
     @abstractmethod
     def _rows_square_sum(self, gradients: Sequence[Tensor]) -> float: ...
@@ -152,18 +158,17 @@ class CompiledPass(OnePass):
         super().__init__(state_format)
         self._kernels = _compiled_once(state_format)
 
-    def _update(
-        self,
-        gradients: Sequence[Tensor],
-        weights: Weights,
-        moments: Moments,
-        rounding_key: int,
-        numbers: _Numbers,
-    ) -> None:
-        self._kernels.adamw(gradients, weights, moments, rounding_key, numbers.tensor())
-        if weights.after.dtype == torch.float16:  # has no loop: torch rounds the master
-            assert weights.master is not None
-            weights.after.copy_(weights.master)
+    def _bind(self, parts: Sequence[Part]) -> BoundUpdate:
+        bound = self._kernels.adamw(parts)
+        halves = [(w.after, w.master) for _, w, _ in parts if w.after.dtype == torch.float16]
+
+        def update(numbers: Sequence[Numbers], rounding_key: int) -> None:
+            bound(b"".join(each.packed for each in numbers), rounding_key)
+            for after, master in halves:  # have no loop: torch rounds the master
+                assert master is not None
+                after.copy_(master)
+
+        return update
 
     def _rows_square_sum(self, gradients: Sequence[Tensor]) -> float:
         return _sum_in_double(self._kernels.square_sums(gradients))
@@ -176,13 +181,20 @@ class FusedPass(OnePass):
         super().__init__(state_format)
         self._block = torch.empty(_FUSED_BLOCK, dtype=torch.float32)
 
+    def _bind(self, parts: Sequence[Part]) -> BoundUpdate:
+        def update(numbers: Sequence[Numbers], rounding_key: int) -> None:
+            for part, own in zip(parts, numbers, strict=True):
+                self._update(*part, rounding_key, own)
+
+        return update
+
     def _update(
         self,
         gradients: Sequence[Tensor],
         weights: Weights,
         moments: Moments,
         rounding_key: int,
-        numbers: _Numbers,
+        numbers: Numbers,
     ) -> None:
         for part, gradient in self._summed(gradients):
             before, after = weights.before[part], weights.after[part]

@@ -44,10 +44,13 @@ def openmp_threads(count: int | None) -> Iterator[None]:
 
 
 @functools.cache
-def _openmp() -> ctypes.CDLL | None:
-    """GCC's OpenMP, which compiled kernels and torch's own on Linux use; where there is none, nothing is set."""
+def _openmp() -> ctypes.PyDLL | None:
+    """GCC's OpenMP, which compiled kernels and torch's own on Linux use; where there is none, nothing is set.
+
+    What it is asked takes no time, so that the GIL is kept: who lets go of it may wait long to have it again.
+    """
     try:
-        return ctypes.CDLL("libgomp.so.1")
+        return ctypes.PyDLL("libgomp.so.1")
     except OSError:
         return None
 

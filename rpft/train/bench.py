@@ -138,13 +138,13 @@ def timed_steps(
     A step lasts from the end of the one before to that of its own update. ``told`` of each as it ends, when
     ``ahead`` more are under way, or if None as many as a run would have.
     """
-    engine, seconds, mark = machinery.engine, [], time.perf_counter()
+    seconds, mark = [], time.perf_counter()
     ahead = ahead or machinery.steps_ahead
     for step in range(steps.start, steps.stop + ahead):
         if step < steps.stop:
-            engine.submit_step(step, batches(step))
+            machinery.submit_step(step, batches(step))
         else:
-            engine.flush()
+            machinery.engine.flush()
         over = step - ahead
         if over >= steps.start:
             with machinery.watchdog.expecting(f"step {over}"):

@@ -179,7 +179,7 @@ class Trainer:
                 self._note(flight, machinery.optimizer.pass_over(step))
             else:
                 self._first_steps.before(step, machinery.streams())
-                machinery.engine.submit_step(step, flight.host_batches())
+                machinery.submit_step(step, flight.host_batches())
                 self._in_flight.append(flight)
                 # One that is to be saved is not kept waiting, since the update after it waits for its save.
                 saved_next = self._saver.armed_step == self._in_flight[0].step

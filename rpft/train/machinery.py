@@ -10,12 +10,14 @@ from __future__ import annotations
 import gc
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
+from rpft.engine.controller import Ticket
 from rpft.engine.engine import Engine
 from rpft.engine.failure import POLL_SECONDS, EngineError, Failure, causes, out_of_device_memory
+from rpft.engine.slot import HostBatch
 from rpft.engine.streams import Delays, Event, Stream
 from rpft.engine.watchdog import Watchdog
 from rpft.model.host_store import HostStore
@@ -104,6 +106,8 @@ class Machinery:
     def start(self) -> None:
         """Builds the engine; torch.OutOfMemoryError where a device has not the memory for its buffers."""
         prepared, delayed = self.prepared, self.prepared.delayed
+        self._last: Ticket | None = None
+        """Of the step that the engine was given last."""
         self._engine = Engine(
             prepared.skeleton,
             self._store,
@@ -126,13 +130,27 @@ class Machinery:
             lambda: self.saver.progress_bytes,
         )
 
+    def submit_step(self, step: int, microbatches: Sequence[HostBatch]) -> None:
+        """Gives the engine a step; before an exact one it waits until the step before is at its first loss.
+
+        Right behind an update the threads that issue short layers want the interpreter, and queueing a step has it
+        for long. Nothing of an exact step can be computed before the update of the step before.
+        """
+        if self._last is not None and not self.prepared.delayed:
+            with self.watchdog.expecting(f"step {self._last.step}"):
+                self._wait_issued(self._last.losses.ready[0])
+        self._last = self.engine.submit_step(step, microbatches)
+
+    def _wait_issued(self, event: Event) -> None:
+        while not event.wait(POLL_SECONDS):
+            self._failure.raise_if_failed()
+
     def rest(self) -> None:
         """Waits until every submitted step is applied; what comes reads the latest weights."""
         self.engine.flush()
         done = self.optimizer.stream.record(Event())
         with self.watchdog.expecting("the last update"):
-            while not done.wait(POLL_SECONDS):
-                self._failure.raise_if_failed()
+            self._wait_issued(done)
 
     def start_smaller(self, error: BaseException) -> None:
         """Begins anew, behind the last update, with the next smaller plan, after a device had too little memory.
