@@ -71,13 +71,14 @@ def _layers(measured: Profile) -> Table:
     rates = measured.rates()
     table = Table(box=SIMPLE)
     table.add_column("ms", no_wrap=True)
-    for title in ("tokens", "forward", "recompute\n+ backward", "up", "down", "update"):
+    for title in ("tokens", "forward", "recompute\n+ backward", "in the\nfused stage", "up", "down", "update"):
         table.add_column(title, justify="right")
 
     def add(name: str, number: int, sequence: int, times: LayerProfile, *rest: str) -> None:
         # The head runs forward and backward at once.
         ahead = "" if number == len(measured.kinds) - 1 else _ms(times.forward_seconds)
-        table.add_row(name, str(sequence), ahead, _ms(times.backward_seconds), *rest)
+        backward, fused = _ms(times.backward_seconds), _ms(times.fused_seconds)
+        table.add_row(name, str(sequence), ahead, backward, fused, *rest)
 
     for number, kind in enumerate(measured.kinds):
         times = kind.measured

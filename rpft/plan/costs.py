@@ -25,6 +25,8 @@ class LayerCost:
 
     Not of the fused stage, which keeps all anyway.
     """
+    fused: float = 0.0
+    """What it takes longer than both in the fused stage, where forward and backward are two graphs."""
 
     @property
     def with_recompute(self) -> float:
@@ -42,6 +44,8 @@ class LayerLoad:
     """What of a backward slot needs no gradient and can start before it comes."""
     spared: float = 0.0
     """See ``LayerCost``."""
+    fused: float = 0.0
+    """See ``LayerCost``."""
     weight_bytes: int = 0
     frozen_bytes: int = 0
     """Of them those that a worker could hold all the time."""
@@ -56,12 +60,13 @@ def layer_loads(
 ) -> list[LayerLoad]:
     """One load a layer: costs in seconds with the bytes of ``layouts``, or compute alone where there are none."""
     if layouts is None:
-        return [LayerLoad(cost.forward, cost.with_recompute) for cost in costs]
+        return [LayerLoad(cost.forward, cost.with_recompute, fused=cost.fused) for cost in costs]
     return [
         LayerLoad(
             cost.forward,
             cost.with_recompute,
             spared=cost.spared,
+            fused=cost.fused,
             weight_bytes=layout.region_bytes,
             frozen_bytes=layout.frozen_bytes,
             gradient_bytes=layout.grad_elements * gradient_itemsize,
@@ -77,17 +82,17 @@ def measured_costs(
 ) -> list[LayerCost]:
     """One cost a layer, in seconds for one microbatch, where blocks keep so much for their backward.
 
-    Recomputed with others of its ``stage``, a layer that runs as a graph runs its whole forward and what a
-    backward that was left everything takes: only by ``layer`` are both one graph, without what feeds no gradient.
+    Recomputed with others of its ``stage``, a layer that runs as a graph takes what it does in the fused stage:
+    only by ``layer`` are recompute and backward one graph, without what feeds no gradient.
     """
     costs = []
     for profile in profiles:
         forward, backward, left = profile.forward_seconds, profile.backward_seconds, profile.backward_seconds
         if recompute == "layer":
             left *= min(share for size, share in profile.keep_options if size <= keep_bytes_per_token)
-        elif len(profile.keep_options) > 1:
-            left = max(left, forward + left * min(share for _, share in profile.keep_options))
-        costs.append(LayerCost(forward, backward - forward, backward - left))
+        else:
+            left = profile.fused_seconds
+        costs.append(LayerCost(forward, backward - forward, backward - left, profile.fused_seconds - backward))
     return costs
 
 
@@ -115,6 +120,7 @@ def scaled(profile: LayerProfile, share: float) -> LayerProfile:
         profile,
         forward_seconds=profile.forward_seconds * share,
         backward_seconds=profile.backward_seconds * share,
+        kept_seconds=None if profile.kept_seconds is None else profile.kept_seconds * share,
         forward_bytes=round(profile.forward_bytes * share),
         backward_bytes=round(profile.backward_bytes * share),
         kept_bytes=round(profile.kept_bytes * share),

@@ -53,7 +53,8 @@ def predict(plan: Plan, shape: StepShape, rates: Rates, tokens: float) -> Predic
     """
     seconds = step_seconds(plan, shape, rates)
     apart = replace(rates, memory=math.inf, copies_beside=1.0)
-    idle = replace(shape, loads=[replace(load, forward=0.0, backward=0.0, recompute=0.0) for load in shape.loads])
+    nothing = dict.fromkeys(("forward", "backward", "recompute", "spared", "fused"), 0.0)
+    idle = replace(shape, loads=[replace(load, **nothing) for load in shape.loads])
     computed, even = step_seconds(plan, shape, AT_ONCE), even_seconds(plan, shape)
     saved = {
         "compute": seconds - step_seconds(plan, idle, rates),
@@ -89,6 +90,7 @@ def even_seconds(plan: Plan, shape: StepShape) -> float:
         return sum(load.backward + load.recompute if backward else load.forward for load in layers)
 
     microbatch = work(plan.forward, False) + work(plan.backward, True)
+    microbatch += sum(loads[layer].fused for layer in plan.fused.layers)
     slots = plan.num_slots * shape.slot_seconds
     speed = sum(shape.speeds) if shape.speeds is not None else shape.num_workers
     return shape.rounds * (plan.num_microbatches * microbatch / speed + slots / shape.num_workers)

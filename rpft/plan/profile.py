@@ -49,6 +49,13 @@ class LayerProfile:
     """Most held at once in that backward, on top of what is kept; or in its forward, if that is more."""
     keep_options: tuple[tuple[int, float], ...] = ((0, 1.0),)
     """Of a block: (bytes a token that its forward could keep on the host, share of the backward then left)."""
+    kept_seconds: float | None = None
+    """A forward that leaves everything and its backward, where as two graphs they take longer than as one."""
+
+    @property
+    def fused_seconds(self) -> float:
+        """What the layer takes in the fused stage."""
+        return self.backward_seconds if self.kept_seconds is None else self.kept_seconds
 
 
 class LayerMeter:
@@ -201,11 +208,14 @@ def _measure_layer(
     def backward() -> object:
         return keep(with_output=False)[1].backward(grad, sums)
 
+    def kept_apart() -> object:
+        return keep()[1].backward(grad, sums)
+
     forward_seconds, forward_bytes = _seconds(device, forward), _peak_bytes(device, forward)
     if layer == 0 and not trained:
         return LayerProfile(forward_seconds, 0.0, forward_bytes, 0)
     backward_seconds, backward_bytes = _seconds(device, backward), _peak_bytes(device, backward)
-    keep()[1].backward(grad, sums)  # warm
+    kept_apart()  # warm
     before = _allocated(device)
     kept = keep()
     kept_bytes = _allocated(device) - before
@@ -220,7 +230,14 @@ def _measure_layer(
             (-(-size // tokens), share) for size, share in functions.keep_options(layer, given, weights, batch)
         ]
     return LayerProfile(
-        forward_seconds, backward_seconds, forward_bytes, backward_bytes, kept_bytes, most, tuple(options)
+        forward_seconds,
+        backward_seconds,
+        forward_bytes,
+        backward_bytes,
+        kept_bytes,
+        most,
+        tuple(options),
+        _seconds(device, kept_apart) if len(options) > 1 else None,
     )
 
 

@@ -18,7 +18,7 @@ from rpft.errors import UserError
 from rpft.plan.profile import LayerProfile
 from rpft.plan.rates import Rates
 
-PROFILE_VERSION = 2
+PROFILE_VERSION = 3
 
 _SWITCHED = 0.95
 """Share of its own rate below which a link, with all others busy, is taken to share a switch."""
@@ -113,6 +113,7 @@ class Profile:
                 kind.measured,
                 forward_seconds=between(number, "forward_seconds"),
                 backward_seconds=between(number, "backward_seconds"),
+                kept_seconds=None if kind.measured.kept_seconds is None else between(number, "kept_seconds"),
             )
             for number, kind in enumerate(self.kinds)
         ]

@@ -62,7 +62,8 @@ class SlotTable:
         self.carried = np.where(self.fused, 0.0, layers * each)
         early = over([load.recompute for load in loads]) * self.backward
         spared = over([load.spared for load in loads]) * ~self.fused
-        backward = over([load.backward for load in loads]) + early * self.fused - spared
+        apart = over([load.fused for load in loads]) + early
+        backward = over([load.backward for load in loads]) + apart * self.fused - spared
         input_up = shape.boundary_bytes / rates.up
         gradients = over([load.gradient_bytes for load in loads]) * self.backward
         self.moved = over(self.uploaded_bytes) + gradients

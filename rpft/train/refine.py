@@ -114,13 +114,14 @@ def as_measured(planned: AnyPlanned, trace: Trace) -> AnyPlanned | None:
     assert fused is not None
     behind = ratio("backward") or fused
     ahead = ratio("forward") or behind
-    of_head = thought[head].backward_seconds / sum(thought[layer].backward_seconds for layer in plan.fused.layers)
+    of_head = thought[head].fused_seconds / sum(thought[layer].fused_seconds for layer in plan.fused.layers)
     last = max(_LEAST_OF_A_HEAD * fused, (fused - behind * (1 - of_head)) / of_head)
     profiles = [
         replace(
             profile,
             forward_seconds=(last if layer == head else ahead) * profile.forward_seconds,
             backward_seconds=(last if layer == head else behind) * profile.backward_seconds,
+            kept_seconds=None if profile.kept_seconds is None else behind * profile.kept_seconds,
         )
         for layer, profile in enumerate(thought)
     ]
@@ -135,7 +136,7 @@ def _expected(planned: Planned, profiles: Sequence[LayerProfile]) -> dict[tuple[
     mean = [scaled(profile, share) for profile in profiles]
     costs = measured_costs(mean, plan.keep_bytes_per_token, plan.recompute)
     found = {("forward", stage): sum(costs[i].forward for i in stage.layers) for stage in plan.forward}
-    found["fused", plan.fused] = sum(costs[i].with_recompute for i in plan.fused.layers)
+    found["fused", plan.fused] = sum(costs[i].with_recompute + costs[i].fused for i in plan.fused.layers)
     for stage in plan.backward[1:]:
         if any(planned.layouts[i].grad_elements for i in range(stage.last + 1)):
             found["backward", stage] = sum(costs[i].with_recompute - costs[i].spared for i in stage.layers)
