@@ -85,6 +85,11 @@ class Block:
         self._scores = None if router is None else ScoreWatch(template, router)
         self._coefficient, self._output_width = coefficient, output_width
         self._caches = adapts_parameters(template)
+        every = [
+            *template.named_parameters(remove_duplicate=False),
+            *template.named_buffers(remove_duplicate=False),
+        ]
+        self._is_tied = len({id(tensor) for _, tensor in every}) < len(every)
         self._graphs = kernels.graphs and not self._caches
         self.trained = frozenset(n for n, p in template.named_parameters() if p.requires_grad)
 
@@ -95,7 +100,10 @@ class Block:
             weights, opened = open_weights(weights, self._quantized)
             saves = opened.made_again()
         with saves, _ONE_THREAD if self._caches else nullcontext():
-            out = functional_call(self._template, weights, (hidden, *call.args), call.kwargs)
+            # To look for ties at each call takes as long as the Python code of a small block.
+            out = functional_call(
+                self._template, weights, (hidden, *call.args), call.kwargs, tie_weights=self._is_tied
+            )
         return out[0] if isinstance(out, tuple) else out
 
     def forward(self, hidden: torch.Tensor, weights: Weights, call: BlockCall, place: int | None) -> torch.Tensor:

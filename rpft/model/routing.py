@@ -9,7 +9,7 @@ are read again at these indices: they have a gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -105,7 +105,7 @@ def recorded_choices(choices: Choices) -> Iterator[list[torch.Tensor]]:
         made.append(call.pick().to(call.dtype))
         return made[-1]
 
-    with _Routing(choose):
+    with _watched(choices, choose):
         yield made
 
 
@@ -127,8 +127,13 @@ def replayed_choices(choices: Choices, buffer: torch.Tensor) -> Iterator[list[to
         made.append(found)
         return found
 
-    with _Routing(choose):
+    with _watched(choices, choose):
         yield made
+
+
+def _watched(choices: Choices, choose: Callable[[_Call], torch.Tensor | None]) -> AbstractContextManager[Any]:
+    """Where nothing is recorded torch is left alone: to watch costs time at all that a block calls."""
+    return _Routing(choose) if any(choices) else nullcontext()
 
 
 def _is_recorded(choices: Choices, call: _Call) -> bool:
