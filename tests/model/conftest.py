@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.fixtures import checkpoint
+from support.fixtures import checkpoint, choices_seen_once
 
-__all__ = ["checkpoint"]
+__all__ = ["checkpoint", "choices_seen_once"]
 
 
 @pytest.fixture(autouse=True, scope="package")

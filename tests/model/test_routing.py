@@ -36,6 +36,11 @@ KERNELS: list[Any] = [
 ]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def choices_seen_once() -> None:
+    """Here they are looked for anew each time, as in a run."""
+
+
 @pytest.mark.parametrize("family", ROUTED)
 def test_what_a_router_picks_is_found_by_looking_at_the_block(family: str, tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path, family)

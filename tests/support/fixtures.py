@@ -48,7 +48,7 @@ _KNOWN_CHOICES: dict[Any, Any] = {}
 def choices_seen_once() -> Iterator[None]:
     """What the routers of alike blocks of equal configs pick is found once: that takes as long as three steps.
 
-    For the modules that ask for this alone, though what was found is kept for all of them.
+    tests/model/test_routing.py, which is about that, does without this.
     """
     known, find = _KNOWN_CHOICES, cut.find_choices
 

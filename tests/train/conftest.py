@@ -4,13 +4,13 @@ import gc
 from types import SimpleNamespace
 
 import pytest
-from support.fixtures import checkpoint
+from support.fixtures import checkpoint, choices_seen_once
 from support.recipes import make_project
 
 from rpft.plan import profile_file
 from rpft.train.model_parts import model_keys, model_parts
 
-__all__ = ["checkpoint"]
+__all__ = ["checkpoint", "choices_seen_once"]
 
 
 @pytest.fixture(scope="session")
