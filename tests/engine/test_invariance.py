@@ -71,7 +71,7 @@ def test_many_more_plans_and_timings_give_the_same_bits(name, seed, expected, ch
     check_random_run(name, seed, expected, checkpoint)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["llama LoRA with dropout", "qwen3, tied, bf16, delayed", "gpt2 with dropout"])
 def test_any_order_of_workers_gives_the_same_bits(name, seed, expected, checkpoint):
     rng = random.Random(f"{name} {seed}")

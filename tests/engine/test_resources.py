@@ -38,7 +38,7 @@ def test_a_workers_buffers_are_exactly_what_the_plan_says(name, lora, checkpoint
 
 
 @pytest.mark.parametrize("update_lag", [0, 1], ids=["sync", "delayed"])
-def test_fifty_steps_take_no_more_threads_and_no_more_boundaries_than_three(update_lag, checkpoint):
+def test_twenty_steps_take_no_more_threads_and_no_more_boundaries_than_three(update_lag, checkpoint):
     threads = set()
 
     def batches_of(step):
@@ -56,7 +56,7 @@ def test_fifty_steps_take_no_more_threads_and_no_more_boundaries_than_three(upda
             update_lag=update_lag,
             evaluate_every=9,
         )
-        for steps in (3, 50)
+        for steps in (3, 20)
     )
     assert len(threads) == 1
     assert many.boundary_buffers == few.boundary_buffers

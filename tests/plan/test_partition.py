@@ -87,10 +87,16 @@ def span(plan, costs, workers, m, rounds):
     return makespan(slot_times(plan, costs), workers, m, rounds)
 
 
+SOME_DEPTHS = [*range(1, 9), 12, 17, 24, 40]
+
+
+@pytest.mark.parametrize(
+    "depths", [SOME_DEPTHS, pytest.param(range(1, 41), marks=pytest.mark.slow)], ids=["some", "all"]
+)
 @pytest.mark.parametrize("workers", range(1, 9))
 @pytest.mark.parametrize("recompute", ["stage", "layer"])
-def test_the_balanced_plan_is_legal_for_any_depth_and_no_slower_than_one_block_a_stage(workers, recompute):
-    for blocks in range(1, 41):
+def test_the_balanced_plan_is_legal_for_any_depth_and_no_slower_than_one_block_a_stage(workers, recompute, depths):
+    for blocks in depths:
         for costs in (uniform(blocks), uniform(blocks, head=18.0), uneven(blocks, seed=blocks)):
             m = workers + 2
             plan = balanced_plan(costs, workers, m, 2, recompute, lambda plan: True)

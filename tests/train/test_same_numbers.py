@@ -46,12 +46,20 @@ def check(made, expected, output, *words):
 ENGINES = [
     ("engine.workers=2", "engine.recompute=layer"),
     ("engine.workers=3", "engine.num_microbatches=3"),
-    pytest.param(("engine.workers=5", "engine.num_microbatches=1"), marks=pytest.mark.slow),
+    ("engine.workers=5", "engine.num_microbatches=1"),
 ]
+EACH = [(name, words) for name in PROJECTS for words in ENGINES]
+DEFAULT = set(zip(PROJECTS, ENGINES[:2] * 3, strict=True))
+"""One of the first two for each project; a random plan for each, below, has workers and rounds of its own."""
 
 
-@pytest.mark.parametrize("words", ENGINES, ids=" ".join)
-@pytest.mark.parametrize("name", PROJECTS)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        pytest.param(*case, id=f"{case[0]}-{' '.join(case[1])}", marks=[] if case in DEFAULT else pytest.mark.slow)
+        for case in EACH
+    ],
+)
 def test_workers_recompute_rounds_and_timing_change_nothing(name, words, one_worker):
     made, expected = one_worker(name)
     delays = f"engine.inject_delays={len(words[0] + name)}"
