@@ -7,13 +7,12 @@ import logging
 import pytest
 import torch
 from support.layers import batch_of, functions_of, random_ids
-from support.models import FAMILIES, MORE_FAMILIES, load, tiny_checkpoint
+from support.models import FAMILIES, MORE_FAMILIES, load
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
-def test_the_embedding_as_a_graph_has_the_bits_of_the_models_own_code(family, tmp_path, caplog):
-    tiny_checkpoint(tmp_path, family)
-    loaded = load(tmp_path, torch.bfloat16)
+def test_the_embedding_as_a_graph_has_the_bits_of_the_models_own_code(family, checkpoint, caplog):
+    loaded = load(checkpoint(family), torch.bfloat16)
     weights = loaded.store.layer_weights(0)
     eager, graphs = (functions_of(loaded, torch.bfloat16, kernels=kind) for kind in ("eager", "trace"))
     with caplog.at_level(logging.WARNING), torch.no_grad():
@@ -25,10 +24,9 @@ def test_the_embedding_as_a_graph_has_the_bits_of_the_models_own_code(family, tm
     assert not [record for record in caplog.records if "cannot be traced" in record.message]
 
 
-def test_the_graph_of_an_embedding_holds_next_to_nothing_but_the_look_up(tmp_path, monkeypatch):
+def test_the_graph_of_an_embedding_holds_next_to_nothing_but_the_look_up(checkpoint, monkeypatch):
     """Rotary tables and masks, which the trunk makes before its first block, take long to issue."""
-    tiny_checkpoint(tmp_path, "gemma2")  # scales what it has looked up
-    loaded = load(tmp_path, torch.bfloat16)
+    loaded = load(checkpoint("gemma2"), torch.bfloat16)  # which scales what it has looked up
     functions, traced = functions_of(loaded, torch.bfloat16, kernels="trace"), []
     trace = functions._kernels.trace
     monkeypatch.setattr(functions._kernels, "trace", lambda *words: traced.append(trace(*words)) or traced[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,10 @@ def test_soft_capping_at_a_sharp_cap_really_changes_the_logits(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
-def test_packed_rows_give_the_logits_of_each_alone_or_packing_is_refused(family: str, tmp_path: Path) -> None:
-    tiny_checkpoint(tmp_path, family)
-    loaded = load(tmp_path)
+def test_packed_rows_give_the_logits_of_each_alone_or_packing_is_refused(
+    family: str, checkpoint: Callable[..., Path]
+) -> None:
+    loaded = load(checkpoint(family))
     first, second = random_ids(1, 11, seed=1), random_ids(1, 6, seed=2)
     positions = torch.cat([torch.arange(11), torch.arange(6)]).unsqueeze(0)
     packed = logits_of(loaded, torch.cat([first, second], 1), positions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +32,14 @@ TRAINED: dict[str, tuple[str, ...]] = {
 }
 WIDE = {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
 """A block has 3 MiB of experts, and next to nothing else."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_faster_is_tried() -> Iterator[None]:
+    """What would be faster than a plan is three more searches, each as long as its own, and is not asked here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rpft.train.plan_report.faster", lambda planned: [])
+        yield
 
 
 @pytest.fixture(scope="module")

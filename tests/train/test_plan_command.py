@@ -50,6 +50,12 @@ def plan_json(made, *words):
     return json.loads(ran.out)
 
 
+@pytest.fixture(scope="module")
+def planned(profiled):
+    """What `rpft plan --json` prints of the project as it is."""
+    return plan_json(profiled[0])
+
+
 def test_a_profile_has_every_layer_its_checks_two_more_lengths_and_all_rates(profiled):
     _, ran, path = profiled
     found = read_profile(path)
@@ -295,30 +301,32 @@ def test_a_plan_for_a_machine_that_is_not_there_needs_no_gpu_and_fits_its_cards(
         ({"recompute": "stage"}, ["engine.recompute=layer"], "recompute is stage and engine.recompute is layer"),
     ],
 )
-def test_a_plan_that_does_not_fit_model_or_recipe_is_refused_with_the_difference(change, words, says, profiled):
+def test_a_plan_that_does_not_fit_model_or_recipe_is_refused_with_the_difference(
+    change, words, says, profiled, planned
+):
     made = profiled[0]
     path = made.folder / "other.json"
-    path.write_text(json.dumps({**plan_json(made), **change}))
+    path.write_text(json.dumps({**planned, **change}))
     ran = made.train("refused", f"engine.plan={path}", *words)
     assert ran.code == 2
     assert says in ran.err
     assert not os.path.exists(made.folder / "refused")
 
 
-def test_a_plan_that_does_not_fit_the_machine_is_refused_with_what_it_needs(profiled):
+def test_a_plan_that_does_not_fit_the_machine_is_refused_with_what_it_needs(profiled, planned):
     made = profiled[0]
     path = made.folder / "whole.json"
-    path.write_text(json.dumps(plan_json(made)))
+    path.write_text(json.dumps(planned))
     ran = made.train("refused", f"engine.plan={path}", "engine.ram_limit=1GiB")
     assert ran.code == 2
     assert "this run needs" in ran.err
     assert re.search(r"need least: [\w.]+=\w+ \(RAM ", ran.err)
 
 
-def test_what_is_advised_beside_a_plan_that_is_given_says_that_it_must_go(profiled, nothing_is_measured):
+def test_what_is_advised_beside_a_plan_that_is_given_says_that_it_must_go(profiled, planned, nothing_is_measured):
     made = profiled[0]
     path = made.folder / "keeps.json"
-    path.write_text(json.dumps({**plan_json(made), "recompute": "layer", "keep_bytes_per_token": 1 << 40}))
+    path.write_text(json.dumps({**planned, "recompute": "layer", "keep_bytes_per_token": 1 << 40}))
     words = (f"engine.plan={path}", "engine.ram_limit=4GiB")
     found = plan_json(made, *words)
     assert found["fits"] is False
@@ -329,7 +337,7 @@ def test_what_is_advised_beside_a_plan_that_is_given_says_that_it_must_go(profil
     assert plan_json(made, *words, settings[0])["fits"] is True
     assert "with engine.plan=null, these need least: engine.plan=null (RAM" in made.train("keeps", *words).err
     # What would be faster is planned anew, too.
-    path.write_text(json.dumps({**plan_json(made), "dispatch": [0]}))
+    path.write_text(json.dumps({**planned, "dispatch": [0]}))
     settings = [change["setting"] for change in plan_json(made, f"engine.plan={path}")["changes"]]
     assert "engine.plan=null" in settings
     assert all(setting.startswith("engine.plan=null") for setting in settings)
