@@ -14,8 +14,8 @@ from rpft.model.moments import Moments
 from rpft.model.split_float import join, split_into
 from rpft.optim import kernels as kernels_module
 from rpft.optim import one_pass, threads
-from rpft.optim.kernels import SQUARES_ROW, Weights
-from rpft.optim.one_pass import CompiledPass, FusedPass, prepare
+from rpft.optim.kernels import SQUARES_ROW, Part, Weights
+from rpft.optim.one_pass import CompiledPass, FusedPass, Numbers, prepare
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -317,6 +317,29 @@ def test_a_trial_runs_on_its_number_of_threads():
     assert list(seconds) == [1, 3]
     assert sorted(set(used)) == [1, 3]
     assert openmp.omp_get_max_threads() == before
+
+
+@pytest.mark.parametrize("case", [ONE_USE, TWO_USES, SPLIT, Case((FP32,), FP16, FP32)], ids=str)
+def test_parts_that_were_looked_up_once_are_updated_as_one_after_the_other(kernels, case):
+    lengths, settings = (16, SQUARES_ROW + 5), SETTINGS | {"gradient_divisor": 3.0}
+    apart, bound = ([State(case, length) for length in lengths] for _ in range(2))
+    gradients = [random_gradients(case, length, 7) for length in lengths]
+    parts = [
+        Part(given, Weights(s.working, s.working, s.master), whole(s.exp_avg, s.exp_avg_sq))
+        for s, given in zip(bound, gradients, strict=True)
+    ]
+    update = kernels.bind(parts)
+    for step in range(3):
+        ways = [settings | {"updates_before": step, "learning_rate": rate} for rate in (0.01, 0.16)]
+        for state, given, way in zip(apart, gradients, ways, strict=True):
+            state.update(kernels, given, **way)
+        update([Numbers(**way) for way in ways], 0)
+        for given in gradients:
+            given[0].mul_(-0.5)
+    for one, other in zip(apart, bound, strict=True):
+        assert torch.equal(one.values, other.values)
+        assert torch.equal(one.working, other.working)
+        assert torch.equal(one.exp_avg_sq, other.exp_avg_sq)
 
 
 @needs_compiler

@@ -1,6 +1,8 @@
 """Beginning anew: only when every thread has ended, and never in place of a fault that came first."""
 
+import threading
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +11,8 @@ import pytest
 import torch
 
 from rpft.engine.failure import EngineError, Failure
+from rpft.engine.losses import Losses
+from rpft.engine.streams import Event
 from rpft.train.machinery import Machinery
 from rpft.train.spikes import Spike
 
@@ -94,3 +98,42 @@ def test_memory_that_the_errors_of_several_threads_hold_goes_with_the_engine():
     run_out()
     Machinery._let_go(machinery)
     assert [buffer() for buffer in held] == [None, None]
+
+
+class Queueing(Halfway):
+    """With an engine that is given steps, none of which is over."""
+
+    def __init__(self, delayed: bool) -> None:
+        super().__init__(ends=True)
+        self.prepared: Any = SimpleNamespace(delayed=delayed)
+        self.watchdog: Any = SimpleNamespace(expecting=lambda what: nullcontext())
+        self._engine: Any = SimpleNamespace(submit_step=self._take)
+        self._last, self.taken = None, []
+
+    def _take(self, step: int, microbatches: Any) -> Any:
+        losses = Losses()
+        losses.expect((1,), Event())
+        self.taken.append(SimpleNamespace(step=step, losses=losses))
+        return self.taken[-1]
+
+
+def test_an_exact_step_is_queued_when_the_one_before_is_at_its_first_loss():
+    machinery = Queueing(delayed=False)
+    machinery.submit_step(1, [])
+    thread = threading.Thread(target=machinery.submit_step, args=(2, []), daemon=True)
+    thread.start()
+    thread.join(0.05)
+    assert [each.step for each in machinery.taken] == [1]
+    machinery.taken[0].losses.ready[0].set()
+    thread.join(30)
+    assert [each.step for each in machinery.taken] == [1, 2]
+    machinery._failure.set(EngineError("it broke"))
+    with pytest.raises(EngineError, match="it broke"):
+        machinery.submit_step(3, [])
+
+
+def test_a_step_that_reads_weights_of_before_is_queued_at_once():
+    machinery = Queueing(delayed=True)
+    for step in (1, 2, 3):
+        machinery.submit_step(step, [])
+    assert len(machinery.taken) == 3
