@@ -56,7 +56,7 @@ def test_twenty_steps_take_no_more_threads_and_no_more_boundaries_than_three(upd
             update_lag=update_lag,
             evaluate_every=9,
         )
-        for steps in (3, 20)
+        for steps in (3, 50)
     )
     assert len(threads) == 1
     assert many.boundary_buffers == few.boundary_buffers
