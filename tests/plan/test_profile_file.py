@@ -67,7 +67,7 @@ GOOD = json.loads(PROFILE.to_json())
         (None, "no such profile file"),
         ("{", "not a profile file"),
         ("[]", "not a profile file"),
-        (json.dumps({**GOOD, "version": 0}), "version 0 is not 2"),
+        (json.dumps({**GOOD, "version": 0}), "version 0 is not 3"),
         (json.dumps({**GOOD, "links": []}), "not a profile file"),
         (json.dumps({**GOOD, "kinds": GOOD["kinds"][1:]}), "not a profile file.*layers"),
         (json.dumps({**GOOD, "colour": "red"}), "not a profile file.*colour"),
