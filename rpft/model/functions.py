@@ -43,6 +43,7 @@ class LayerFunctions:
         dtype: torch.dtype,
         kernels: KernelKind = "eager",
         deterministic: bool = False,
+        make_kernels: Callable[[KernelKind, torch.device, bool], Kernels] = Kernels,
     ) -> None:
         """``deterministic``: only kernels that give the same bits every time."""
         self.device, self.dtype = device, dtype
@@ -54,7 +55,7 @@ class LayerFunctions:
         first_of_kind = [self._parts[self._kinds.index(kind)] for kind in range(max(self._kinds) + 1)]
         self._templates = [placed(template_of(skeleton, part), device) for part in first_of_kind]
         self._tokens_left_whole = min(tokens_left_whole(each, dtype.itemsize) for each in self._templates)
-        self._kernels = shared = Kernels(kernels, device, deterministic)
+        self._kernels = shared = make_kernels(kernels, device, deterministic)
         self._block_kinds = [
             Block(
                 f"block {part.block}{part.mark}",
@@ -105,15 +106,16 @@ class LayerFunctions:
         """A number that layers of the same code and shapes share; embedding and head have their own."""
         return {0: -1, self.head_layer: -2}.get(layer) or self._kinds[layer - 1]
 
-    def expect(self, num_tokens: int) -> None:
+    def expect(self, num_tokens: int, untried: bool = False) -> None:
         """To be called before microbatches of up to ``num_tokens`` come, while the device has room to try MLPs.
 
-        Those that would be large run in parts from then on; see model/token_chunks.py.
+        Those that would be large run in parts from then on; see model/token_chunks.py. ``untried``: they are
+        taken to treat every token by itself.
         """
         if num_tokens > self._tokens_left_whole:
             self._tokens_left_whole = math.inf
             for template in self._templates:
-                run_mlps_in_parts(template, self._hidden_size, self.device, self.dtype)
+                run_mlps_in_parts(template, self._hidden_size, self.device, self.dtype, untried)
 
     def train(self, mode: bool) -> None:
         """Switches dropout on or off in every template."""

@@ -36,15 +36,19 @@ def tokens_left_whole(block: nn.Module, itemsize: int) -> float:
     return min((_MOST_BYTES // (width * itemsize) for width in widths), default=math.inf)
 
 
-def run_mlps_in_parts(block: nn.Module, hidden_size: int, device: torch.device, dtype: torch.dtype) -> None:
+def run_mlps_in_parts(
+    block: nn.Module, hidden_size: int, device: torch.device, dtype: torch.dtype, untried: bool = False
+) -> None:
     """Makes every MLP of ``block``, parameters on meta, run in parts where its tensors are large.
 
     An MLP is a child that has nothing but matrices and vectors, is given one hidden state, and is seen to treat
-    every token by itself.
+    every token by itself; or, ``untried``, what looks like one.
     """
     for child in block.children():
         width = _width(child)
-        if width is not None and _treats_tokens_alike(child, hidden_size, device, dtype):
+        if width is None:
+            continue
+        if untried or _treats_tokens_alike(child, hidden_size, device, dtype):
             child.forward = partial(_in_parts, child.forward, width)  # type: ignore[method-assign]
 
 

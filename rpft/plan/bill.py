@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,11 +10,11 @@ import torch
 from rpft import host
 from rpft.model.frozen_file import frozen_file_bytes
 from rpft.model.graphs import KernelKind
-from rpft.model.head import HEAD_CHUNK_TOKENS
 from rpft.model.host_store import store_bytes
 from rpft.model.layout import LayerLayout, first_trained
 from rpft.model.moments import StateFormat
 from rpft.model.moments_file import moments_file_bytes, moments_pieces, window_bytes
+from rpft.plan.estimate import ModelShape, estimated_bytes
 from rpft.plan.plan import Plan, Stage, smallest_stages
 from rpft.plan.profile import LayerProfile, memory_measured
 from rpft.plan.sizes import (
@@ -44,13 +44,10 @@ MOMENTS_WINDOW = "moments on their way"
 RESULT_EXTRAS_BYTES = 32 << 20
 """Tokenizer, configuration and the heads of the files: up to 32 MiB."""
 
-HEAD_CHUNK_BYTES_PER_LOGIT: dict[KernelKind, float] = {"eager": 14, "trace": 14, "compile": 4.2}
-"""Logits in the working dtype, in float32, their softmax and its gradient; compiled, logits and gradient alone."""
-
 
 @dataclass(frozen=True)
 class Bill:
-    """Bytes that a run takes. ``device`` is of one worker; without measurements its activations are estimates."""
+    """Bytes that a run takes. ``device`` is of one worker."""
 
     host: int
     device: int
@@ -62,16 +59,6 @@ class Bill:
     """Of frozen weights on the disk while the run lasts."""
     moments_file: int
     """Of moments there."""
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """What of a model's config decides the size of activations."""
-
-    hidden_size: int
-    intermediate_size: int
-    vocab_size: int
-    itemsize: int
 
 
 @dataclass(frozen=True)
@@ -89,7 +76,9 @@ class Workload:
     gradient_dtype: torch.dtype = torch.float32
     """Of the host gradients."""
     profiles: Sequence[LayerProfile] | None = None
-    """What each layer was measured to take; None where nothing was."""
+    """What each layer was measured to take, or should by a datasheet; None where nothing is known."""
+    counted: Callable[[], Sequence[LayerProfile]] | None = None
+    """Gives the bytes of each layer where none are measured (plan/count.py); None: by shapes of weights."""
     whole_masters: bool = False
     """As of the host store."""
     workers_in_ram: int = 0
@@ -125,8 +114,7 @@ class Billing:
         result = trained * shape.itemsize if frozen else sum(layout.host_bytes for layout in layouts)
         self._result = result + RESULT_EXTRAS_BYTES
         self._frozen_file = frozen_file_bytes(layouts) if work.readers else 0
-        profiles = None if work.profiles is None or not memory_measured(work.profiles) else work.profiles
-        self._activations = _Estimated(layouts, work) if profiles is None else _Measured(profiles)
+        self._activations = _Activations(_bytes_of_layers(layouts, work))
         kept_from = max(self._first_trained, 1)
         chosen = (layout.choice_bytes(max_tokens) if layout.layer >= kept_from else 0 for layout in layouts)
         self._choices = Sums(chosen) if any(layout.choices for layout in layouts) else None
@@ -209,37 +197,14 @@ def _segments(plan: Plan) -> list[Stage]:
     return [plan.fused, *(s for stage in plan.backward[1:] for s in plan.segments(stage))]
 
 
-class _Estimated:
-    """Activations where nothing was measured."""
-
-    def __init__(self, layouts: Sequence[LayerLayout], work: Workload) -> None:
-        shape, max_tokens = work.shape, work.max_tokens
-        logits = min(max_tokens, HEAD_CHUNK_TOKENS[work.kernels]) * shape.vocab_size
-        weight = max(layout.dequantized_bytes for layout in layouts)
-        self._adapted = max(layout.adapted_bytes for layout in layouts)
-        self._block = estimated_block_bytes(shape, max_tokens)
-        self._others = {
-            "gradients of a layer before they are summed": max(layout.grad_elements for layout in layouts)
-            * shape.itemsize,
-            "logits of a chunk": int(logits * HEAD_CHUNK_BYTES_PER_LOGIT[work.kernels]),
-        } | ({"a weight, dequantised": weight} if weight else {})
-
-    def of(self, plan: Plan) -> dict[str, int]:
-        """Of ``plan``, by what they are."""
-        longest = max(len(segment.layers) for segment in _segments(plan))
-        parts = {"activations of a recomputed segment (estimate)": longest * self._block, **self._others}
-        if self._adapted:  # of each layer they are kept for its backward, which makes their gradient
-            parts["stacks of experts with their adapters added"] = (longest + 1) * self._adapted
-        return parts
+def _bytes_of_layers(layouts: Sequence[LayerLayout], work: Workload) -> Sequence[LayerProfile]:
+    if work.profiles is not None and memory_measured(work.profiles):
+        return work.profiles
+    return work.counted() if work.counted is not None else estimated_bytes(layouts, work.shape, work.max_tokens)
 
 
-def estimated_block_bytes(shape: ModelShape, tokens: int) -> int:
-    """What autograd keeps of a block: about ten hidden states and four of the widened ones."""
-    return tokens * shape.itemsize * (10 * shape.hidden_size + 4 * shape.intermediate_size)
-
-
-class _Measured:
-    """Activations from what each layer was measured to take."""
+class _Activations:
+    """Activations from what each layer takes."""
 
     def __init__(self, profiles: Sequence[LayerProfile]) -> None:
         self._kept = Sums(profile.kept_bytes for profile in profiles)

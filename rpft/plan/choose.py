@@ -9,9 +9,10 @@ from typing import Any
 
 from rpft.model.layout import LayerLayout
 from rpft.model.skeleton import Skeleton
-from rpft.plan.bill import Billing, ModelShape, Workload
+from rpft.plan.bill import Billing, Workload
 from rpft.plan.costs import LayerCost, layer_costs, layer_loads, measured_costs
 from rpft.plan.dispatch import dispatched
+from rpft.plan.estimate import ModelShape
 from rpft.plan.partition import (
     USUAL_EFFORT,
     Effort,

@@ -17,11 +17,10 @@ from pydantic import Field, ValidationError
 
 from rpft.errors import UserError
 from rpft.model.graphs import KernelKind
-from rpft.model.head import HEAD_CHUNK_TOKENS
 from rpft.model.layout import LayerLayout
 from rpft.model.moments import BLOCK, StateFormat, moments_bytes
 from rpft.model.skeleton import Skeleton
-from rpft.plan.bill import HEAD_CHUNK_BYTES_PER_LOGIT, Workload, estimated_block_bytes
+from rpft.plan.bill import Workload
 from rpft.plan.costs import layer_costs
 from rpft.plan.profile import LayerProfile
 from rpft.plan.rates import Rates
@@ -193,28 +192,18 @@ def datasheet_profiles(
     """What each layer should take on the first card of ``machine``, in the place of a `LayerMeter`.
 
     Products of weights and of causal attention over ``sequence`` tokens, at ``achieved`` of the datasheet's rate;
-    what is no product, at that of the card's memory; memory as the bill estimates it.
+    what is no product, at that of the card's memory. Of bytes it says nothing: these are counted (plan/count.py).
     """
     rate = achieved * machine.gpus[0].tflops * 1e12
-    shape, tokens = work.shape, work.max_tokens
+    tokens = work.max_tokens
     attention = attention_operations(skeleton.model.config.get_text_config(), sequence)
-    chunk = min(tokens, HEAD_CHUNK_TOKENS[work.kernels])
-    logits = int(chunk * shape.vocab_size * HEAD_CHUNK_BYTES_PER_LOGIT[work.kernels])
-    hidden = tokens * shape.hidden_size * shape.itemsize
-    block = estimated_block_bytes(shape, tokens)
     bandwidth = 1e9 * (machine.gpus[0].memory_gbps or math.inf)
     by_block, by_experts = _bytes_beside_products(skeleton.model.config.get_text_config(), work)
     cut = {layout.number for layout in layouts if layout.experts is not None}
     profiles = []
     for layout, cost in zip(layouts, layer_costs(list(layouts), skeleton), strict=True):
-        gradients = layout.grad_elements * shape.itemsize
-        weight, adapted = layout.dequantized_bytes, layout.adapted_bytes
         forward, backward = (2 * tokens * part / rate for part in (cost.forward, cost.with_recompute))
-        if layout.layer == len(layouts) - 1:
-            profiles.append(LayerProfile(forward, backward, 0, logits + gradients))
-        elif layout.layer == 0:
-            profiles.append(LayerProfile(forward, backward, hidden, hidden + gradients))
-        else:
+        if 0 < layout.layer < len(layouts) - 1:
             of_experts = layout.experts is not None
             products = 0.0 if of_experts else attention * tokens / rate
             if of_experts:  # whose results are added to the sum so far, which travels with the rest
@@ -224,16 +213,7 @@ def datasheet_profiles(
             moved = beside * tokens / bandwidth
             forward += products + moved
             backward += products * (1 + _ATTENTION_BACKWARD) + moved * (1 + _BESIDE_BACKWARD)
-            profiles.append(
-                LayerProfile(
-                    forward,
-                    backward,
-                    block // 2 + weight + adapted,
-                    block + weight + gradients + 2 * adapted,
-                    block + adapted,
-                    weight + gradients + adapted,
-                )
-            )
+        profiles.append(LayerProfile(forward, backward, 0, 0))
     return profiles
 
 

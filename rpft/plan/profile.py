@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -21,6 +21,8 @@ from rpft.model.functions import LayerFunctions
 from rpft.model.layout import LayerLayout
 from rpft.model.packed_attention import row_starts
 from rpft.model.router_loss import LOSS, WEIGHT
+
+T = TypeVar("T")
 
 _TIMED_RUNS = 5
 _MOST_TIMED_RUNS = 200
@@ -58,8 +60,43 @@ class LayerProfile:
         return self.backward_seconds if self.kept_seconds is None else self.kept_seconds
 
 
+class Gauge(Protocol):
+    """What layers are measured with."""
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Median time of ``work``, warm; its graphs are made before ``run`` is called."""
+        ...
+
+    def run(self, work: Callable[[], T]) -> tuple[T, int, int]:
+        """(What ``work`` gives, bytes that it held at most at once, bytes held after it), beyond those before."""
+        ...
+
+
+class OnDevice:
+    """The clock and the allocator of a device; bytes only on CUDA."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """See ``Gauge``."""
+        return _seconds(self._device, work)
+
+    def run(self, work: Callable[[], T]) -> tuple[T, int, int]:
+        """See ``Gauge``."""
+        if self._device.type != "cuda":
+            return work(), 0, 0
+        torch.cuda.synchronize(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        result = work()
+        torch.cuda.synchronize(self._device)
+        most, after = torch.cuda.max_memory_allocated(self._device), torch.cuda.memory_allocated(self._device)
+        return result, most - before, after - before
+
+
 class LayerMeter:
-    """Measures layers with random weights and tokens on the device of ``functions``; bytes only on CUDA.
+    """Measures layers with random weights and tokens on the device of ``functions``.
 
     Every token is trained, which is the most that a microbatch can ask for.
     """
@@ -74,12 +111,14 @@ class LayerMeter:
         *,
         dropout: bool = False,
         row_tokens: int | None = None,
+        gauge: Gauge | None = None,
     ) -> None:
         """``dropout``: whether the model draws any; ``row_tokens``: of packed rows; None: one a line."""
         device = functions.device
         ids = torch.randint(0, vocabulary, (rows, sequence), device=device)
         scored = torch.arange(rows * sequence, device=device)
         self.functions, self.layouts = functions, layouts
+        self._gauge = OnDevice(device) if gauge is None else gauge
         at = starts = None
         if row_tokens is not None:
             positions = torch.arange(sequence).remainder(row_tokens).repeat(rows, 1)
@@ -95,7 +134,8 @@ class LayerMeter:
         device = self.functions.device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             hidden = self.functions.example_input(layer, *self._shape)
-            return _measure_layer(self.functions, self.layouts[layer], hidden, self._batch, self._key)
+            given = self.functions, self.layouts[layer], hidden, self._batch, self._key
+            return _measure_layer(*given, self._gauge)
 
 
 def layers_by_kind(functions: LayerFunctions, num_layers: int) -> list[tuple[int, ...]]:
@@ -176,7 +216,12 @@ def measure_host_memory(num_bytes: int = _LINK_BYTES) -> float:
 
 
 def _measure_layer(
-    functions: LayerFunctions, layout: LayerLayout, hidden: torch.Tensor, batch: DeviceBatch, key: int | None
+    functions: LayerFunctions,
+    layout: LayerLayout,
+    hidden: torch.Tensor,
+    batch: DeviceBatch,
+    key: int | None,
+    gauge: Gauge,
 ) -> LayerProfile:
     layer, device = layout.layer, functions.device
     buffer = torch.empty(layout.region_bytes // 2, dtype=torch.bfloat16, device=device)
@@ -191,8 +236,8 @@ def _measure_layer(
         def loss() -> object:
             return functions.head.loss_and_gradients(hidden, weights, batch, sums, key)
 
-        seconds = _seconds(device, loss)
-        return LayerProfile(seconds / 4, seconds, 0, _peak_bytes(device, loss))
+        seconds = gauge.seconds(loss)
+        return LayerProfile(seconds / 4, seconds, 0, gauge.run(loss)[1])
     given = None if layer == 0 else hidden
     grad = hidden.new_empty(*hidden.shape[:-1], functions.input_width(layer + 1))
     grad.normal_(0, 1e-3)  # equal numbers draw less power, and take less time
@@ -208,21 +253,14 @@ def _measure_layer(
     def backward() -> object:
         return keep(with_output=False)[1].backward(grad, sums)
 
-    def kept_apart() -> object:
-        return keep()[1].backward(grad, sums)
-
-    forward_seconds, forward_bytes = _seconds(device, forward), _peak_bytes(device, forward)
+    forward_seconds, forward_bytes = gauge.seconds(forward), gauge.run(forward)[1]
     if layer == 0 and not trained:
         return LayerProfile(forward_seconds, 0.0, forward_bytes, 0)
-    backward_seconds, backward_bytes = _seconds(device, backward), _peak_bytes(device, backward)
-    kept_apart()  # warm
-    before = _allocated(device)
-    kept = keep()
-    kept_bytes = _allocated(device) - before
-    in_backward = _peak_bytes(device, partial(kept[1].backward, grad, sums))
-    del kept
-    in_forward = _peak_bytes(device, keep) - kept_bytes
-    most = max(in_backward, in_forward)
+    backward_seconds, backward_bytes = gauge.seconds(backward), gauge.run(backward)[1]
+    gauge.seconds(lambda: keep()[1].backward(grad, sums))  # warm
+    kept, in_forward, kept_bytes = gauge.run(keep)
+    _, in_backward, _ = gauge.run(partial(kept[1].backward, grad, sums))
+    most = max(in_backward, in_forward - kept_bytes)
     options: list[tuple[int, float]] = [(0, 1.0)]
     if given is not None:
         tokens = hidden.shape[0] * hidden.shape[1]
@@ -280,22 +318,3 @@ def _mark(device: torch.device) -> Any:
 
 def _between(first: Any, second: Any) -> float:
     return second - first if isinstance(first, float) else first.elapsed_time(second) / 1000
-
-
-def _peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
-    """Device memory that ``work`` holds at most at once beyond what is held before; 0 on the CPU."""
-    before = _allocated(device)
-    if device.type != "cuda":
-        return 0
-    torch.cuda.reset_peak_memory_stats(device)
-    result = work()
-    torch.cuda.synchronize(device)
-    del result
-    return torch.cuda.max_memory_allocated(device) - before
-
-
-def _allocated(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    torch.cuda.synchronize(device)
-    return torch.cuda.memory_allocated(device)

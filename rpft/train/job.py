@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from rpft.model.layout import LayerLayout
 from rpft.model.moments import StateFormat
 from rpft.model.positions import can_be_scaled
 from rpft.model.skeleton import Skeleton, has_dropout
-from rpft.plan.bill import ModelShape, Workload
+from rpft.plan.bill import Workload
 from rpft.plan.choose import model_shape
+from rpft.plan.count import Microbatch, count_layers
+from rpft.plan.estimate import ModelShape
 from rpft.plan.plan import Plan
 from rpft.plan.profile import LayerProfile
 from rpft.plan.rounds import choose_num_microbatches
@@ -106,7 +109,7 @@ class Job:
         workers_in_ram: int = 0,
         num_workers: int = 0,
     ) -> Workload:
-        """What decides the memory of this run."""
+        """What decides the memory of this run; layers whose bytes are not measured are counted."""
         return Workload(
             self.shape,
             self.max_tokens,
@@ -115,12 +118,29 @@ class Job:
             self.kernels.kind,
             self.gradient_dtype,
             profiles,
+            partial(self.counted_layers, not workers_in_ram),
             whole_masters,
             workers_in_ram,
             num_workers if self.on_disk else 0,
             self.state_format,
             self.offload is not None,
         )
+
+    def counted_layers(self, on_gpu: bool) -> list[LayerProfile]:
+        """The bytes of each layer with the largest microbatch, on a GPU or on a stand-in of the CPU pool."""
+        packing = self.recipe.data.packing
+        batch = Microbatch(
+            self.rows,
+            self.data.longest,
+            self.shape,
+            self.dtype,
+            self.kernels.kind,
+            on_gpu,
+            self.data.typical_row_tokens if packing else None,
+            packing and on_gpu and self.recipe.model.attention == "auto",
+            self.has_dropout,
+        )
+        return count_layers(self.skeleton, self.layouts, batch)
 
     def parts(self) -> dict[str, Any]:
         """The fields of a Job, of this one or of what is made from one."""

@@ -16,7 +16,8 @@ from support.engines import Outcome, plan_of, random_plan, run_engine
 from rpft.engine.cpu import CpuDevice
 from rpft.model.adapters import LoraSettings, names_in_adapter
 from rpft.model.whole_tensors import WholeTensors
-from rpft.plan.bill import ModelShape, Workload, make_bill
+from rpft.plan.bill import Workload, make_bill
+from rpft.plan.estimate import ModelShape
 
 LORA = LoraSettings(4, 8.0, 0.05, ["q_proj", "v_proj", "o_proj"], modules_to_save=("mlp.gate",))
 LAYERS = 14

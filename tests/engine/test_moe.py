@@ -13,7 +13,8 @@ from support.models import tiny_model
 from rpft.model.cut import cut
 from rpft.model.functions import LayerFunctions
 from rpft.optim.adamw import AdamW
-from rpft.plan.bill import ModelShape, Workload, make_bill
+from rpft.plan.bill import Workload, make_bill
+from rpft.plan.estimate import ModelShape
 from rpft.plan.sizes import RESULTS_IN_FLIGHT
 
 PLAN = plan_of([(0, 1), (2, 3)], [(4, 5), (2, 3), (0, 1)], 2, "stage")

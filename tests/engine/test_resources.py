@@ -9,7 +9,8 @@ from support.engines import plan_of, random_batches, run_engine
 
 from rpft.engine.cpu import CpuDevice
 from rpft.model.adapters import LoraSettings
-from rpft.plan.bill import ModelShape, Workload, make_bill
+from rpft.plan.bill import Workload, make_bill
+from rpft.plan.estimate import ModelShape
 from rpft.plan.sizes import worker_sizes
 
 PLANS = {
