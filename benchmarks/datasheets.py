@@ -21,6 +21,7 @@ from rpft.model.layers import build_layers
 from rpft.plan.bill import Workload
 from rpft.plan.choose import choose_plan, model_shape, step_shape
 from rpft.plan.costs import measured_costs
+from rpft.plan.count import counting
 from rpft.plan.machine import datasheet_profiles, read_machine
 from rpft.plan.model_shapes import read_shape
 from rpft.plan.simulate import step_seconds
@@ -54,7 +55,7 @@ def main() -> None:
             shape = model_shape(config, 2)
             work = Workload(shape, ROWS * SEQUENCE, MICROBATCHES, delayed, "eager", torch.bfloat16)
             profiles = datasheet_profiles(machine, layouts, skeleton, work, SEQUENCE)
-            work = replace(work, profiles=profiles)
+            work = counting(skeleton, layouts, replace(work, profiles=profiles), SEQUENCE, torch.bfloat16)
             plan = choose_plan(
                 layouts, skeleton, work, 8, IN_ROUND, "layer", machine.vram_bytes, None, machine.rates
             )

@@ -28,6 +28,7 @@ from rpft.model.skeleton import Skeleton
 from rpft.plan.bill import Workload, make_bill
 from rpft.plan.choose import choose_plan, model_shape, step_shape
 from rpft.plan.costs import measured_costs
+from rpft.plan.count import counting
 from rpft.plan.machine import Machine, datasheet_profiles, machine_names, read_machine
 from rpft.plan.model_shapes import read_shape, shape_names
 from rpft.plan.partition import Effort
@@ -51,7 +52,9 @@ def jobs(models: list[str]) -> Iterator[tuple[str, Skeleton, list[LayerLayout], 
             targets = ["q_proj", "k_proj", "v_proj", "o_proj"] if experts else "all-linear"
             inject_lora(skeleton, LoraSettings(16, 32, 0.0, targets), model)
         work = Workload(model_shape(config, 2), ROWS * SEQUENCE, MICROBATCHES, False, "compile", torch.bfloat16)
-        yield f"{model} {'LoRA' if adapted else 'full'}", skeleton, build_layers(skeleton, torch.bfloat16), work
+        layouts = build_layers(skeleton, torch.bfloat16)
+        work = counting(skeleton, layouts, work, SEQUENCE, torch.bfloat16)
+        yield f"{model} {'LoRA' if adapted else 'full'}", skeleton, layouts, work
 
 
 def planned(

@@ -29,6 +29,7 @@ from rpft.model.skeleton import Skeleton
 from rpft.plan.bill import Workload, make_bill
 from rpft.plan.choose import choose_plan, model_shape, step_shape
 from rpft.plan.costs import measured_costs
+from rpft.plan.count import counting
 from rpft.plan.machine import datasheet_profiles, read_machine
 from rpft.plan.model_shapes import read_shape
 from rpft.plan.simulate import step_seconds
@@ -77,13 +78,14 @@ def make_job(model: str, method: str, rows: int, length: int, microbatches: int)
     if method == "LoRA, nf4":
         quantize_base(skeleton, "nf4", torch.bfloat16)
     shape = model_shape(config, 2)
+    layouts = build_layers(skeleton, torch.bfloat16)
     work = Workload(shape, rows * length, microbatches, False, "compile", torch.bfloat16)
-    return Job(build_layers(skeleton, torch.bfloat16), skeleton, work, parameters)
+    return Job(layouts, skeleton, counting(skeleton, layouts, work, length, torch.bfloat16), parameters)
 
 
 def needed_bytes(job: Job, length: int, vram: int, ram: int) -> tuple[int, int]:
     """(RAM, memory of a card) of the plan that is chosen under these limits for rows of ``length``."""
-    work = replace(job.work, max_tokens=length)
+    work = counting(job.skeleton, job.layouts, replace(job.work, max_tokens=length), length, torch.bfloat16)
     plan = choose_plan(job.layouts, job.skeleton, work, 1, MICROBATCHES, "auto", vram, ram)
     bill = make_bill(plan, job.layouts, work)
     return bill.host, bill.device

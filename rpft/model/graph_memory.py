@@ -1,6 +1,6 @@
-"""What a traced graph takes of memory once it is compiled, from the graph alone.
+"""What a traced graph takes of memory, from the graph alone: as it stands, or with its operations fused.
 
-A compiler makes no tensor of what it can compute again where it is read: of pointwise operations between products,
+Fused, no tensor is made of what can be computed again where it is read: of pointwise operations between products,
 attention and sums only those results lie in memory that such an operation is given, or that leave the graph. What
 they are made from lives until then.
 """
@@ -57,13 +57,13 @@ _MADE_WHERE_READ = {
 }
 
 
-def fused_bytes(module: fx.GraphModule) -> int:
-    """The most that a call of ``module``, compiled, holds at once beside its arguments, results included."""
+def peak_bytes(module: fx.GraphModule, fused: bool) -> int:
+    """The most that a call of ``module`` holds at once beside its arguments, results included."""
     nodes = list(module.graph.nodes)
     last = len(nodes)
     number = {node: index for index, node in enumerate(nodes)}
     returned = set(nodes[-1].all_input_nodes)
-    stored = {node for node in nodes if _is_stored(node, returned)}
+    stored = {node for node in nodes if (_is_stored(node, returned) if fused else _makes_tensor(node))}
     ends: dict[fx.Node, int] = {}
     for node in nodes:
         if node in stored or writes(node) or _is_reduced(node) or node.op == "output":
@@ -99,8 +99,12 @@ def _is_reduced(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.reduction in node.target.tags
 
 
+def _makes_tensor(node: fx.Node) -> bool:
+    return node.op == "call_function" and not writes(node) and not _is_view(node)
+
+
 def _is_stored(node: fx.Node, returned: set[fx.Node]) -> bool:
-    if node.op != "call_function" or writes(node) or _is_view(node) or _is_reduced(node):
+    if not _makes_tensor(node) or _is_reduced(node):
         return False
     if not _is_pointwise(node):
         return True

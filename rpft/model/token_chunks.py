@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
 from rpft.model.expert_groups import Asked
@@ -24,6 +25,9 @@ _MOST_BYTES = 1 << 30
 
 _PART_BYTES = 1 << 29
 """Of that tensor for a part: enough tokens to keep any GPU busy."""
+
+_NO_MLP = (TypeError, ValueError, RuntimeError, AttributeError)
+"""Raised by a module that wants more than a hidden state, or gives more."""
 
 _PROBE_TOKENS = 3
 _TOLERANCE = 0.02
@@ -42,13 +46,13 @@ def run_mlps_in_parts(
     """Makes every MLP of ``block``, parameters on meta, run in parts where its tensors are large.
 
     An MLP is a child that has nothing but matrices and vectors, is given one hidden state, and is seen to treat
-    every token by itself; or, ``untried``, what looks like one.
+    every token by itself; or, ``untried``, at least gives a hidden state.
     """
     for child in block.children():
         width = _width(child)
         if width is None:
             continue
-        if untried or _treats_tokens_alike(child, hidden_size, device, dtype):
+        if (_gives_hidden_state if untried else _treats_tokens_alike)(child, hidden_size, device, dtype):
             child.forward = partial(_in_parts, child.forward, width)  # type: ignore[method-assign]
 
 
@@ -77,6 +81,18 @@ def _width(module: nn.Module) -> int | None:
     return max(max(shape) for shape in matrices)
 
 
+def _gives_hidden_state(module: nn.Module, hidden_size: int, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether it makes one hidden state of one, tried without data."""
+    with FakeTensorMode():
+        own = {name: torch.empty(p.shape, dtype=dtype, device=device) for name, p in module.named_parameters()}
+        hidden = torch.empty(1, _PROBE_TOKENS, hidden_size, dtype=dtype, device=device)
+        try:
+            with torch.no_grad():
+                return functional_call(module, own, (hidden,)).shape == hidden.shape
+        except _NO_MLP:
+            return False
+
+
 def _treats_tokens_alike(module: nn.Module, hidden_size: int, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether each of some random tokens gives by itself what it gives among the others, with random weights."""
     probe, training = Probe(device, dtype), module.training
@@ -87,12 +103,7 @@ def _treats_tokens_alike(module: nn.Module, hidden_size: int, device: torch.devi
             whole = functional_call(module, weights, (hidden,))
             single = [functional_call(module, weights, (token,)) for token in hidden.split(1, dim=1)]
             return bool((torch.cat(single, dim=1) - whole).norm() <= _TOLERANCE * whole.norm())
-    except (
-        TypeError,
-        ValueError,
-        RuntimeError,
-        AttributeError,
-    ):  # it wants more than a hidden state, or gives more
+    except _NO_MLP:
         return False
     finally:
         module.train(training)

@@ -21,6 +21,7 @@ from rpft.plan.balance import even_stages
 from rpft.plan.bill import Workload, make_bill
 from rpft.plan.choose import choose_plan, model_shape, step_shape
 from rpft.plan.costs import LayerLoad, measured_costs
+from rpft.plan.count import counting
 from rpft.plan.machine import Machine, datasheet_profiles
 from rpft.plan.model_shapes import read_shape
 from rpft.plan.plan import Plan, Stage
@@ -67,8 +68,9 @@ def workbook(model: str, sequence: int, rows: int, microbatches: int) -> Workboo
     """The shape ``model``, all trained in bfloat16; steps of ``microbatches`` x ``rows`` x ``sequence`` tokens."""
     config = read_shape(model)
     skeleton = cut(build_model(config, torch.bfloat16, "auto"))
+    layouts = build_layers(skeleton, torch.bfloat16)
     work = Workload(model_shape(config, 2), rows * sequence, microbatches, False, "compile", torch.bfloat16)
-    return Workbook(build_layers(skeleton, torch.bfloat16), skeleton, work, sequence)
+    return Workbook(layouts, skeleton, counting(skeleton, layouts, work, sequence, torch.bfloat16), sequence)
 
 
 def compare(machine: Machine, book: Workbook) -> dict[str, Compared]:

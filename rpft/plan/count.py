@@ -2,8 +2,8 @@
 
 Everything a worker does with a layer is done here with the same code: forward, recompute and backward, and the
 parts of a segment. Operation by operation the bytes of all tensors that are alive are added up, as an allocator
-would see them, with what kernels take for themselves. Compiled graphs are counted by what of them lies in memory
-(model/graph_memory.py).
+would see them, with what kernels take for themselves. Compiled graphs are counted by the tensors of the traced
+ones (model/graph_memory.py), with a margin, since the compiler orders operations in its own way.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from rpft.model.added_products import fuse_added_products
 from rpft.model.functions import LayerFunctions
-from rpft.model.graph_memory import fused_bytes
+from rpft.model.graph_memory import peak_bytes
 from rpft.model.graphs import KernelKind, Kernels, TensorFunction, quiet_fakes
 from rpft.model.layout import LayerLayout, align
 from rpft.model.packed_attention import NAME as PACKED
 from rpft.model.packed_attention import Unfit, register
 from rpft.model.skeleton import Skeleton
+from rpft.plan.bill import Workload
 from rpft.plan.estimate import ModelShape, estimated_layer
 from rpft.plan.profile import LayerMeter, LayerProfile, layers_by_kind
 
@@ -48,6 +49,16 @@ _ALLOCATED_IN = 512
 
 _FLASH_ROWS, _FLASH_WIDTH, _WIDEST_FLASH = 128, 32, 256
 """Flash attention's float32 sums for the gradient of queries: rounded up to so many rows and columns of a head."""
+
+_COMPILED_HEAD = 1.1
+"""Of the sizes of the fused graph: 4.2 bytes a logit were measured, and 4.0 are counted."""
+
+_COMPILED, _COMPILED_FROZEN = 1.1, 1.65
+"""Of the sizes of a block's traced graph, with all weights trained, and with frozen ones: a block of Qwen3-32B
+with LoRA took 13.2 GiB (docs/performance.md), where the graph's tensors take 8.1."""
+
+_CONTEXTS = 4
+"""Of masks and tables that blocks are given: those of so many microbatches are held (model/trunk.py)."""
 
 _lock = threading.Lock()
 _counted: dict[str, tuple[LayerProfile, ...]] = {}
@@ -82,12 +93,25 @@ def count_layers(skeleton: Skeleton, layouts: Sequence[LayerLayout], batch: Micr
         return list(_counted[key])
 
 
+def counting(
+    skeleton: Skeleton, layouts: Sequence[LayerLayout], work: Workload, sequence: int, dtype: torch.dtype
+) -> Workload:
+    """``work`` with the bytes of layers on a GPU counted when they are asked for, in lines of ``sequence``."""
+    batch = Microbatch(work.max_tokens // sequence, sequence, work.shape, dtype, work.kernels)
+    return replace(work, counted=partial(count_layers, skeleton, layouts, batch))
+
+
 def _count(skeleton: Skeleton, layouts: list[LayerLayout], batch: Microbatch) -> list[LayerProfile]:
     held, gpu = HeldBytes(batch.on_gpu), ExitStack()
+    frozen = any(not parameter.requires_grad for parameter in skeleton.blocks.parameters())
     if batch.on_gpu:
         gpu.enter_context(_GpuAttention())
     functions = LayerFunctions(
-        skeleton, torch.device("cpu"), batch.dtype, batch.kernels, make_kernels=partial(_CountedKernels, held)
+        skeleton,
+        torch.device("cpu"),
+        batch.dtype,
+        batch.kernels,
+        make_kernels=partial(_CountedKernels, held, frozen),
     )
     functions.expect(batch.rows * batch.sequence, untried=True)
     if batch.varlen:
@@ -105,9 +129,16 @@ def _count(skeleton: Skeleton, layouts: list[LayerLayout], batch: Microbatch) ->
     )
     found: dict[int, LayerProfile] = {}
     with gpu, quiet_fakes(), _rows_as_told(batch), FakeTensorMode(allow_non_fake_inputs=True), held:
+        contexts = _CONTEXTS * held.run(meter.context)[2]
         for layers in layers_by_kind(functions, len(layouts)):
             found |= dict.fromkeys(layers, _of_layer(meter, layers[0], skeleton, batch))
-    return [found[layer] for layer in range(len(layouts))]
+    return [_beside(contexts, found[layer]) for layer in range(len(layouts))]
+
+
+def _beside(num_bytes: int, profile: LayerProfile) -> LayerProfile:
+    """``profile`` with so many bytes that are held all the time."""
+    forward, backward = profile.forward_bytes + num_bytes, profile.backward_bytes + num_bytes
+    return replace(profile, forward_bytes=forward, backward_bytes=backward)
 
 
 def _of_layer(meter: LayerMeter, layer: int, skeleton: Skeleton, batch: Microbatch) -> LayerProfile:
@@ -260,9 +291,21 @@ def _attend(
 class _CountedKernels(Kernels):
     """Graphs of which nothing is run but counted; what making them takes is not."""
 
-    def __init__(self, held: HeldBytes, kind: KernelKind, device: torch.device, deterministic: bool) -> None:
+    def __init__(
+        self, held: HeldBytes, frozen: bool, kind: KernelKind, device: torch.device, deterministic: bool
+    ) -> None:
+        """``frozen``: whether blocks have weights that are."""
         super().__init__(kind, device, deterministic)
-        self._held = held
+        self._held, self._of_block = held, True
+        self._margin = _COMPILED_FROZEN if frozen else _COMPILED
+
+    def call(self, name: str, *given: Any, **named: Any) -> tuple[torch.Tensor, ...]:
+        """See ``Kernels``."""
+        self._of_block = name.startswith("block")
+        try:
+            return super().call(name, *given, **named)
+        finally:
+            self._of_block = True
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """See ``Kernels``."""
@@ -278,7 +321,8 @@ class _CountedKernels(Kernels):
         if self.kind == "trace":
             return super().compile(module, tensors)
         fuse_added_products(module)
-        taken, held = fused_bytes(module), self._held
+        held, fused = self._held, not self._of_block
+        taken = int((_COMPILED_HEAD if fused else self._margin) * peak_bytes(module, fused))
         (returned,) = next(iter(reversed(module.graph.nodes))).args
         examples = [node.meta["val"] for node in returned]  # type: ignore[union-attr]
 

@@ -129,6 +129,10 @@ class LayerMeter:
         functions.expect(rows * sequence)
         functions.train(True)
 
+    def context(self) -> object:
+        """What blocks are given beside hidden states, made once."""
+        return self.functions.context(self._batch)
+
     def measure(self, layer: int) -> LayerProfile:
         """The profile of ``layer``."""
         device = self.functions.device

@@ -23,6 +23,7 @@ from rpft.model.skeleton import Skeleton
 from rpft.plan.bill import Billing, Workload, least_device_bytes, make_bill
 from rpft.plan.choose import choose_plan, model_shape, step_shape
 from rpft.plan.costs import measured_costs
+from rpft.plan.count import counting
 from rpft.plan.machine import datasheet_profiles, read_machine
 from rpft.plan.partition import improved
 from rpft.plan.plan import Plan, Stage, smallest_stages
@@ -74,6 +75,7 @@ def test_a_plan_for_rows_of_2048_tokens_fits_a_card_of_24_gib(name: str):
         inject_lora(skeleton, lora, "shape")
     layouts = build_layers(skeleton, torch.bfloat16)
     work = Workload(model_shape(config, 2), max_tokens=2048, accumulation=16, delayed=False)
+    work = counting(skeleton, layouts, work, 2048, torch.bfloat16)
     plan = choose_plan(layouts, skeleton, work, 8, 16, "auto", CARD_BYTES, None)
     plan.check(len(layouts))
     bill = make_bill(plan, layouts, work)
@@ -94,6 +96,7 @@ def test_llama_8b_is_trained_in_full_within_96_gib_with_moments_of_fewer_bytes(s
     work = Workload(
         model_shape(config, 2), 4096, 16, False, "compile", gradient_dtype=torch.bfloat16, state_format=state
     )
+    work = counting(skeleton, layouts, work, 4096, torch.bfloat16)
     plan = choose_plan(layouts, skeleton, work, 2, 16, "auto", CARD_BYTES, None)
     bill = make_bill(plan, layouts, work)
     assert bill.device <= CARD_BYTES
@@ -130,10 +133,11 @@ def test_an_nf4_base_of_235b_fits_ordinary_ram_and_a_card_of_24_gib():
     layouts = build_layers(skeleton, torch.bfloat16)
     assert 235e9 <= sum(layout.num_parameters for layout in layouts) <= 236e9
     work = Workload(model_shape(config, 2), max_tokens=2048, accumulation=16, delayed=False)
+    work = counting(skeleton, layouts, work, 2048, torch.bfloat16)
     plan = choose_plan(layouts, skeleton, work, 8, 16, "auto", CARD_BYTES, None)
     bill = make_bill(plan, layouts, work)
     assert bill.device <= CARD_BYTES
-    assert bill.device_parts["a weight, dequantised"] == 128 * 2 * 1536 * 4096 * 2
+    assert max(layout.dequantized_bytes for layout in layouts) == 128 * 2 * 1536 * 4096 * 2
     assert bill.host_parts["weights, gradients, optimizer state"] <= 116 << 30
     on_disk = replace(work, readers=2)
     limit = 40 << 30
@@ -168,10 +172,11 @@ def test_deepseek_v3_fits_a_card_of_24_gib_only_with_its_experts_in_layers_of_th
     in_groups = next(ever_more_groups(skeleton, torch.bfloat16))
     layouts = build_layers(in_groups, torch.bfloat16)
     assert (in_groups.num_groups, len(layouts)) == (2, 1 + 3 + 2 * 3 + 1)
+    work = counting(in_groups, layouts, work, 1024, torch.bfloat16)
     plan = choose_plan(layouts, in_groups, work, 8, 16, "layer", CARD_BYTES, None)
     bill = make_bill(plan, layouts, work)
     assert bill.device <= CARD_BYTES
-    assert bill.device_parts["a weight, dequantised"] == 128 * 2 * 2048 * 7168 * 2
+    assert max(layout.dequantized_bytes for layout in layouts) == 128 * 2 * 2048 * 7168 * 2
     whole = sum(layout.num_parameters for layout in build_layers(skeleton, torch.bfloat16))
     assert sum(layout.num_parameters for layout in layouts) == whole
 
@@ -204,7 +209,8 @@ def test_experts_of_qwen3_235b_that_are_trained_take_a_card_of_less_memory_in_gr
 
     def device_bytes(each: Skeleton) -> int:
         layouts = build_layers(each, torch.bfloat16)
-        return make_bill(smallest_stages(len(layouts), 16, "layer"), layouts, work).device
+        counted = counting(each, layouts, work, 2048, torch.bfloat16)
+        return make_bill(smallest_stages(len(layouts), 16, "layer"), layouts, counted).device
 
     in_groups = list(islice(ever_more_groups(skeleton, torch.bfloat16), 2))
     assert [round(device_bytes(each) / 2**30, 1) for each in (skeleton, *in_groups)] == gib
@@ -230,6 +236,7 @@ def test_with_moments_on_the_disk_full_fine_tuning_takes_six_bytes_a_parameter_o
         gradient_dtype=torch.bfloat16,
         moments_on_disk=True,
     )
+    work = counting(skeleton, layouts, work, 2048, torch.bfloat16)
     plan = choose_plan(layouts, skeleton, work, 1, 16, "auto", CARD_BYTES, None)
     bill = make_bill(plan, layouts, work)
     parameters = sum(layout.num_trained for layout in layouts)
@@ -248,6 +255,7 @@ def test_the_frozen_base_of_an_adapter_stays_on_the_card_as_far_as_it_has_room(v
     inject_lora(skeleton, LoraSettings(16, 32, 0.0, "all-linear"), "shape")
     layouts = build_layers(skeleton, torch.bfloat16)
     work = Workload(model_shape(config, 2), max_tokens=2048, accumulation=16, delayed=False)
+    work = counting(skeleton, layouts, work, 2048, torch.bfloat16)
     limit = vram_gib << 30
     plan = choose_plan(layouts, skeleton, work, 2, 16, "layer", limit, None)
     plan.check(len(layouts))
@@ -263,6 +271,7 @@ def test_from_a_plan_that_is_near_one_as_fast_is_found_and_from_one_that_does_no
     machine = read_machine("8x4090")
     work = Workload(model_shape(config, 2), 2048, 16, False, "compile", torch.bfloat16)
     work = replace(work, profiles=datasheet_profiles(machine, layouts, skeleton, work, 2048))
+    work = counting(skeleton, layouts, work, 2048, torch.bfloat16)
     late = replace(work, delayed=True)
 
     def found(work: Workload, near: Plan | None = None) -> Plan:
@@ -295,7 +304,7 @@ def beside_over_whole(machine_name: str, lora: bool, delayed: bool) -> float:
     profiles = datasheet_profiles(machine, layouts, skeleton, work, 4096)
     options = ((0, 1.0), (8256, 0.86), (24640, 0.76))  # as of a block that was measured
     profiles = [profiles[0], *(replace(p, keep_options=options) for p in profiles[1:-1]), profiles[-1]]
-    work = replace(work, profiles=profiles)
+    work = counting(skeleton, layouts, replace(work, profiles=profiles), 4096, torch.bfloat16)
     other = replace(work, delayed=delayed, accumulation=16 if delayed else 32)
 
     def seconds(work: Workload, near: Plan | None) -> tuple[Plan, float]:
@@ -326,7 +335,7 @@ def test_cuts_suit_the_weights_that_stay_on_the_workers():
     machine = read_machine("2xh200")
     work = Workload(model_shape(config, 2), 4096, 16, False, "compile", torch.bfloat16)
     profiles = datasheet_profiles(machine, layouts, skeleton, work, 4096)
-    work = replace(work, profiles=profiles)
+    work = counting(skeleton, layouts, replace(work, profiles=profiles), 4096, torch.bfloat16)
     plan = choose_plan(layouts, skeleton, work, 2, 16, "stage", machine.vram_bytes, None, machine.rates)
     assert len(plan.resident) == len(layouts)
     assert make_bill(plan, layouts, work).device <= machine.vram_bytes

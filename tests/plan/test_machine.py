@@ -13,6 +13,7 @@ from rpft.model.layers import build_layers
 from rpft.plan.bill import Workload, make_bill
 from rpft.plan.choose import choose_plan, model_shape, step_shape
 from rpft.plan.costs import measured_costs
+from rpft.plan.count import counting
 from rpft.plan.machine import datasheet_profiles, machine_names, read_machine
 from rpft.plan.simulate import step_seconds
 
@@ -117,6 +118,7 @@ def predicted(model, name, rows, sequence, microbatches):
     machine = read_machine(name)
     work = Workload(model_shape(config, 2), rows * sequence, microbatches, False, "compile", torch.bfloat16)
     work = replace(work, profiles=datasheet_profiles(machine, layouts, skeleton, work, sequence))
+    work = counting(skeleton, layouts, work, sequence, torch.bfloat16)
     assert work.profiles is not None
     workers, limit = machine.num_workers, machine.vram_bytes
     plan = choose_plan(layouts, skeleton, work, workers, microbatches, "layer", limit, None, machine.rates)

@@ -16,7 +16,6 @@ from rpft.engine.compute import SlotRun
 from rpft.engine.cpu import CpuDevice
 from rpft.engine.failure import POLL_SECONDS, Cancelled, Failure
 from rpft.optim.host_optimizer import HostOptimizer
-from rpft.plan.bill import estimated_block_bytes
 from rpft.train.machinery import Machinery
 from rpft.train.planned import Planned
 from rpft.train.planning import plan_job
@@ -63,7 +62,8 @@ class Cap:
 
         def capped_recompute(run, task, segment, hidden, chain):
             shape = run.cap_shape
-            activations = len(segment.layers) * estimated_block_bytes(shape, task.batch.input_ids.numel())
+            states = 10 * shape.hidden_size + 4 * shape.intermediate_size
+            activations = len(segment.layers) * task.batch.input_ids.numel() * shape.itemsize * states
             self._take(max(self._buffers.values()) + activations)
             return recompute(run, task, segment, hidden, chain)
 

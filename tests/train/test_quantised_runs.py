@@ -90,7 +90,7 @@ def test_the_bill_is_that_of_the_bytes_that_are_kept_and_uploaded(kind, made, mo
     fixed = parts["weight, gradient and hidden-state buffers"]
     assert [device.peak_bytes() for device in seen["devices"]] == [fixed, fixed]
     largest = max(p.num_bytes for layout in packed.layouts for p in layout.packed.values())
-    assert parts["a weight, dequantised"] == largest == 64 * 96 * 2
+    assert parts["activations"] >= largest == 64 * 96 * 2
     kept = sum(layer.weights.numel() for layer in trainer._store.layers)
     assert kept == sum(layout.host_bytes for layout in packed.layouts)
     saved = sum(p.num_bytes for layout in packed.layouts for p in layout.packed.values())
