@@ -3,7 +3,7 @@
 Everything a worker does with a layer is done here with the same code: forward, recompute and backward, and the
 parts of a segment. Operation by operation the bytes of all tensors that are alive are added up, as an allocator
 would see them, with what kernels take for themselves. Compiled graphs are counted by the tensors of the traced
-ones (model/graph_memory.py), with a margin, since the compiler orders operations in its own way.
+ones (model/graph_memory.py), and with what another order of their operations may take.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ _FLASH_ROWS, _FLASH_WIDTH, _WIDEST_FLASH = 128, 32, 256
 _COMPILED_HEAD = 1.1
 """Of the sizes of the fused graph: 4.2 bytes a logit were measured, and 4.0 are counted."""
 
-_COMPILED, _COMPILED_FROZEN = 1.1, 1.65
-"""Of the sizes of a block's traced graph, with all weights trained, and with frozen ones: a block of Qwen3-32B
-with LoRA took 13.2 GiB (docs/performance.md), where the graph's tensors take 8.1."""
+_COMPILED_KEPT_BACKWARD = 1.25
+"""Of the sizes of a block's graph: up to 1.20 of them were measured (docs/memory.md), since the compiler orders
+operations in its own way."""
 
 _CONTEXTS = 4
 """Of masks and tables that blocks are given: those of so many microbatches are held (model/trunk.py)."""
@@ -103,7 +103,6 @@ def counting(
 
 def _count(skeleton: Skeleton, layouts: list[LayerLayout], batch: Microbatch) -> list[LayerProfile]:
     held, gpu = HeldBytes(batch.on_gpu), ExitStack()
-    frozen = any(not parameter.requires_grad for parameter in skeleton.blocks.parameters())
     if batch.on_gpu:
         gpu.enter_context(_GpuAttention())
     functions = LayerFunctions(
@@ -111,7 +110,7 @@ def _count(skeleton: Skeleton, layouts: list[LayerLayout], batch: Microbatch) ->
         torch.device("cpu"),
         batch.dtype,
         batch.kernels,
-        make_kernels=partial(_CountedKernels, held, frozen),
+        make_kernels=partial(_CountedKernels, held),
     )
     functions.expect(batch.rows * batch.sequence, untried=True)
     if batch.varlen:
@@ -143,7 +142,8 @@ def _beside(num_bytes: int, profile: LayerProfile) -> LayerProfile:
 
 def _of_layer(meter: LayerMeter, layer: int, skeleton: Skeleton, batch: Microbatch) -> LayerProfile:
     try:
-        return meter.measure(layer)
+        profile = meter.measure(layer)
+        return profile if batch.kernels != "compile" else _as_compiled(profile, meter, layer, batch)
     except Unfit:
         raise
     except Exception as error:  # torch and the model raise many kinds for "depends on a value"
@@ -154,6 +154,25 @@ def _of_layer(meter: LayerMeter, layer: int, skeleton: Skeleton, batch: Microbat
         pairs = batch.rows * config.num_attention_heads * batch.sequence**2
         scores = pairs * (3 * batch.dtype.itemsize + 8)
     return estimated_layer(layout, is_head, batch.shape, batch.rows * batch.sequence, scores)
+
+
+def _as_compiled(profile: LayerProfile, meter: LayerMeter, layer: int, batch: Microbatch) -> LayerProfile:
+    """``profile`` of traced graphs, with what the compiler may add, which orders operations in its own way.
+
+    Whatever its order, a recompute makes no more than a forward leaves that leaves everything, and the backward
+    takes the rest.
+    """
+    if layer == len(meter.layouts) - 1:
+        return replace(profile, backward_bytes=int(_COMPILED_HEAD * profile.backward_bytes))
+    if layer == 0:
+        return profile
+    output = batch.rows * batch.sequence * meter.functions.input_width(layer + 1) * batch.dtype.itemsize
+    most = profile.kept_bytes - output + profile.kept_backward_bytes
+    return replace(
+        profile,
+        backward_bytes=max(profile.backward_bytes, most),
+        kept_backward_bytes=int(_COMPILED_KEPT_BACKWARD * profile.kept_backward_bytes),
+    )
 
 
 class HeldBytes(TorchDispatchMode):
@@ -215,6 +234,8 @@ def _grouped(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, *re
 def _workspace_bytes(func: Any, args: Sequence[Any], made: Sequence[torch.Tensor], on_gpu: bool) -> int:
     """What an operation takes beside its results while it runs."""
     name = func.overloadpacket.__name__
+    if not on_gpu and name == "dequantize_blocks":  # looked up, and scaled, in float32
+        return 2 * 4 * made[0].numel() + args[1].numel() * 4
     if not on_gpu:
         return _converted_bytes(func, args, made)
     if "attention_backward" in name:
@@ -291,13 +312,9 @@ def _attend(
 class _CountedKernels(Kernels):
     """Graphs of which nothing is run but counted; what making them takes is not."""
 
-    def __init__(
-        self, held: HeldBytes, frozen: bool, kind: KernelKind, device: torch.device, deterministic: bool
-    ) -> None:
-        """``frozen``: whether blocks have weights that are."""
+    def __init__(self, held: HeldBytes, kind: KernelKind, device: torch.device, deterministic: bool) -> None:
         super().__init__(kind, device, deterministic)
         self._held, self._of_block = held, True
-        self._margin = _COMPILED_FROZEN if frozen else _COMPILED
 
     def call(self, name: str, *given: Any, **named: Any) -> tuple[torch.Tensor, ...]:
         """See ``Kernels``."""
@@ -321,8 +338,7 @@ class _CountedKernels(Kernels):
         if self.kind == "trace":
             return super().compile(module, tensors)
         fuse_added_products(module)
-        held, fused = self._held, not self._of_block
-        taken = int((_COMPILED_HEAD if fused else self._margin) * peak_bytes(module, fused))
+        held, taken = self._held, peak_bytes(module, fused=not self._of_block)
         (returned,) = next(iter(reversed(module.graph.nodes))).args
         examples = [node.meta["val"] for node in returned]  # type: ignore[union-attr]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +108,7 @@ class Job:
         workers_in_ram: int = 0,
         num_workers: int = 0,
     ) -> Workload:
-        """What decides the memory of this run; layers whose bytes are not measured are counted."""
+        """What decides the memory of this run; of GPUs' layers whose bytes are not measured are counted."""
         return Workload(
             self.shape,
             self.max_tokens,
@@ -118,7 +117,7 @@ class Job:
             self.kernels.kind,
             self.gradient_dtype,
             profiles,
-            partial(self.counted_layers, not workers_in_ram),
+            None if workers_in_ram else self.counted_layers,
             whole_masters,
             workers_in_ram,
             num_workers if self.on_disk else 0,
@@ -126,8 +125,8 @@ class Job:
             self.offload is not None,
         )
 
-    def counted_layers(self, on_gpu: bool) -> list[LayerProfile]:
-        """The bytes of each layer with the largest microbatch, on a GPU or on a stand-in of the CPU pool."""
+    def counted_layers(self) -> list[LayerProfile]:
+        """The bytes of each layer with the largest microbatch on a GPU."""
         packing = self.recipe.data.packing
         batch = Microbatch(
             self.rows,
@@ -135,10 +134,9 @@ class Job:
             self.shape,
             self.dtype,
             self.kernels.kind,
-            on_gpu,
-            self.data.typical_row_tokens if packing else None,
-            packing and on_gpu and self.recipe.model.attention == "auto",
-            self.has_dropout,
+            row_tokens=self.data.typical_row_tokens if packing else None,
+            varlen=packing and self.recipe.model.attention == "auto",
+            dropout=self.has_dropout,
         )
         return count_layers(self.skeleton, self.layouts, batch)
 

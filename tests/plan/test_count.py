@@ -27,10 +27,11 @@ CASES = {
     "graphs": ("qwen3", "trace", torch.float32, None, None, None, "auto"),
     "dropout": ("llama", "eager", torch.bfloat16, DORA, None, None, "auto"),
     "nf4": ("llama", "eager", torch.bfloat16, LORA, "nf4", None, "auto"),
+    "windows": ("gemma3", "eager", torch.bfloat16, None, None, None, "auto"),
     "experts": ("qwen3_moe", "eager", torch.bfloat16, None, None, None, "auto"),
 }
 
-SLOW = ("packed", "graphs", "dropout", "nf4")
+SLOW = ("packed", "scores", "windows", "graphs", "dropout", "nf4")
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,8 @@ SLOW = ("packed", "graphs", "dropout", "nf4")
 )
 def test_what_is_counted_is_what_layers_take_as_they_run(name: str) -> None:
     family, kernels, dtype, lora, quantize, row_tokens, attention = CASES[name]
-    config = tiny_config(family, **SIZES)
+    windows = {"layer_types": ["sliding_attention", "full_attention"]} if name == "windows" else {}
+    config = tiny_config(family, **SIZES, **windows)
     skeleton = cut(build_model(config, dtype, attention))
     if lora is not None:
         inject_lora(skeleton, lora, "tiny")

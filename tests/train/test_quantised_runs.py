@@ -6,6 +6,7 @@ import pytest
 from support.recipes import crash_at, run_rpft
 
 import rpft.train.machinery
+from rpft.plan.estimate import estimated_bytes
 from rpft.recipe.load import load_recipe
 from rpft.train.prepare import prepare
 
@@ -90,7 +91,13 @@ def test_the_bill_is_that_of_the_bytes_that_are_kept_and_uploaded(kind, made, mo
     fixed = parts["weight, gradient and hidden-state buffers"]
     assert [device.peak_bytes() for device in seen["devices"]] == [fixed, fixed]
     largest = max(p.num_bytes for layout in packed.layouts for p in layout.packed.values())
-    assert parts["activations"] >= largest == 64 * 96 * 2
+    plain, dequantised = (
+        [profile.forward_bytes for profile in estimated_bytes(layouts, packed.shape, packed.max_tokens)]
+        for layouts in (bare.layouts, packed.layouts)
+    )
+    assert [b - a for a, b in zip(plain, dequantised, strict=True)][1:-1] == [largest] * (len(plain) - 2)
+    assert largest == 64 * 96 * 2
+    assert packed.bill.device_parts["activations"] >= max(dequantised)
     kept = sum(layer.weights.numel() for layer in trainer._store.layers)
     assert kept == sum(layout.host_bytes for layout in packed.layouts)
     saved = sum(p.num_bytes for layout in packed.layouts for p in layout.packed.values())
