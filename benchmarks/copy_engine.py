@@ -86,7 +86,9 @@ def main() -> int:
     if not torch.cuda.is_available():
         sys.exit("copy engines are a GPU's, and there is none")
     results: list[dict[str, Any]] = []
-    print("| | GB/s alone | GB/s with short copies | a short copy takes, ms, mean | longest |\n|---|---|---|---|---|")
+    print(
+        "| | GB/s alone | GB/s with short copies | a short copy takes, ms, mean | longest |\n|---|---|---|---|---|"
+    )
     for up in (True, False):
         copies = Copies(up)
         for way in WAYS:

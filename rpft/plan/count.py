@@ -217,6 +217,9 @@ class HeldBytes(TorchDispatchMode):
         """None: nothing is computed."""
         return 0.0
 
+    def warm(self, work: Callable[[], object]) -> None:
+        """Nothing: what making graphs takes is not counted."""
+
     def run(self, work: Callable[[], T]) -> tuple[T, int, int]:
         """See ``Gauge``."""
         before = self._most = self._now

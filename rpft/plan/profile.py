@@ -67,6 +67,10 @@ class Gauge(Protocol):
         """Median time of ``work``, warm; its graphs are made before ``run`` is called."""
         ...
 
+    def warm(self, work: Callable[[], object]) -> None:
+        """Makes the graphs of ``work``, which is not timed."""
+        ...
+
     def run(self, work: Callable[[], T]) -> tuple[T, int, int]:
         """(What ``work`` gives, bytes that it held at most at once, bytes held after it), beyond those before."""
         ...
@@ -81,6 +85,10 @@ class OnDevice:
     def seconds(self, work: Callable[[], object]) -> float:
         """See ``Gauge``."""
         return _seconds(self._device, work)
+
+    def warm(self, work: Callable[[], object]) -> None:
+        """See ``Gauge``."""
+        work()
 
     def run(self, work: Callable[[], T]) -> tuple[T, int, int]:
         """See ``Gauge``."""
@@ -257,13 +265,17 @@ def _measure_layer(
     def backward() -> object:
         return keep(with_output=False)[1].backward(grad, sums)
 
+    def kept_apart() -> object:
+        return keep()[1].backward(grad, sums)
+
     forward_seconds, forward_bytes = gauge.seconds(forward), gauge.run(forward)[1]
     if layer == 0 and not trained:
         return LayerProfile(forward_seconds, 0.0, forward_bytes, 0)
     backward_seconds, backward_bytes = gauge.seconds(backward), gauge.run(backward)[1]
-    gauge.seconds(lambda: keep()[1].backward(grad, sums))  # warm
+    gauge.warm(kept_apart)
     kept, in_forward, kept_bytes = gauge.run(keep)
     _, in_backward, _ = gauge.run(partial(kept[1].backward, grad, sums))
+    del kept
     most = max(in_backward, in_forward - kept_bytes)
     options: list[tuple[int, float]] = [(0, 1.0)]
     if given is not None:
@@ -279,7 +291,7 @@ def _measure_layer(
         kept_bytes,
         most,
         tuple(options),
-        _seconds(device, kept_apart) if len(options) > 1 else None,
+        gauge.seconds(kept_apart) if len(options) > 1 else None,
     )
 
 

@@ -85,6 +85,8 @@ class Allocated:
         work()  # makes graphs
         return 0.0
 
+    warm = seconds
+
     def run(self, work):
         from torch.profiler import ProfilerActivity, profile
 
