@@ -1,6 +1,5 @@
 """Settings for all tests: transformers quiet and offline, and no test that ends the process of the others."""
 
-import functools
 import os
 import signal
 import threading
@@ -8,7 +7,6 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 import pytest
-import typer.main
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -35,12 +33,4 @@ def no_end_of_the_process() -> Iterator[None]:
     """`rpft` ends a process at once where a thread of the engine is left: here that fails a test instead."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "_exit", _stay)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def commands_built_once() -> Iterator[None]:
-    """Typer builds all verbs anew for each command line, which takes as long as a step of a tiny run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
         yield

@@ -19,6 +19,7 @@ from rpft.model.skeleton import Skeleton
 from rpft.plan.bill import Workload
 from rpft.plan.choose import choose_plan, model_shape, step_shape
 from rpft.plan.costs import measured_costs
+from rpft.plan.count import counting
 from rpft.plan.machine import datasheet_profiles, read_machine
 from rpft.plan.model_shapes import read_shape
 from rpft.plan.rates import Rates
@@ -57,6 +58,7 @@ def predicted(model: str, rows: int, sequence: int, rates: Rates, *others: Rates
     config, skeleton, layouts = built(model)
     tokens = rows // MICROBATCHES * sequence
     work = Workload(model_shape(config, 2), tokens, MICROBATCHES, False, "compile", torch.bfloat16)
+    work = counting(skeleton, layouts, work, sequence, torch.bfloat16)
     thought = datasheet_profiles(read_machine("2xh200"), layouts, skeleton, work, sequence)
     forward, backward, head = (seconds * tokens / MEASURED_TOKENS for seconds in BLOCK_AND_HEAD[model])
     block = replace(thought[1], forward_seconds=forward, backward_seconds=backward)
