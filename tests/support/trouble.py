@@ -132,7 +132,7 @@ class Trouble:
         from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
         from rpft import files
-        from rpft.optim.adamw import AdamW
+        from rpft.optim.adamw import LayerUpdate
 
         if self.kind == "exception":
             for norm in (LlamaRMSNorm, Qwen3RMSNorm):
@@ -141,7 +141,7 @@ class Trouble:
             for norm in (LlamaRMSNorm, Qwen3RMSNorm):
                 self._break(norm, "forward", self._number, torch.OutOfMemoryError("CUDA out of memory"))
         elif self.kind == "optimizer":
-            self._break(AdamW, "update", self._number, ArithmeticError("no update"))
+            self._break(LayerUpdate, "__call__", self._number, ArithmeticError("no update"))
         elif self.kind in ("disk full", "disk broken"):
             number = errno.ENOSPC if self.kind == "disk full" else errno.EIO
             error = OSError(number, os.strerror(number))

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import rpft.train.loop
 from rpft import files
 from rpft.engine.failure import Failure
-from rpft.optim.adamw import AdamW
+from rpft.optim.adamw import LayerUpdate
 from rpft.train.faults import exit_code
 
 
@@ -127,7 +127,7 @@ def test_a_host_without_memory_is_told_from_other_faults_whoever_asked_for_it(ta
 
 def test_an_exception_in_the_optimizer_names_the_step(runs, armed, monkeypatch):
     made, unbroken = runs
-    update = AdamW.update
+    update = LayerUpdate.__call__
 
     def failing(self, *arguments, **named):
         if armed.is_set():
@@ -135,7 +135,7 @@ def test_an_exception_in_the_optimizer_names_the_step(runs, armed, monkeypatch):
         update(self, *arguments, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(AdamW, "update", failing)
+        patch.setattr(LayerUpdate, "__call__", failing)
         ran = made.train("optimizer", "engine.workers=2")
     check_fault(made, "optimizer", ran, r"optimizer: the update of step \d failed: ArithmeticError: no update")
     check_resumes(made, "optimizer", unbroken)
