@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
 import torch
 
@@ -111,5 +112,9 @@ class Slot:
         """Elements of the gradients of all layers of the stage."""
         return sum(copy.host.numel() for copy in self.gradients)
 
-    def __str__(self) -> str:
+    @cached_property
+    def _name(self) -> str:
         return f"slot {self.number} ({self.kind.value} stage {self.stage})"
+
+    def __str__(self) -> str:
+        return self._name  # asked for by every task

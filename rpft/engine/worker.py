@@ -111,19 +111,18 @@ class Worker:
             self._keep_bytes_per_token,
             self._device_batch,
         )
-        name = str(slot)
-        self._compute.run(run.begin, f"{name} begin")
+        self._compute.run(run.begin, f"{slot} begin")
         if slot.kind in (SlotKind.FORWARD, SlotKind.LOSS):
-            self._forward_tasks(slot, run, name)
+            self._forward_tasks(slot, run)
         else:
-            self._gradient_tasks(slot, run, name)
+            self._gradient_tasks(slot, run)
         for losses, ready, store in (
             (slot.losses, slot.losses_ready, run.store_losses),
             (slot.router_losses, slot.router_losses_ready, run.store_router_losses),
         ):
             if losses is not None:
-                self._send_losses_down(losses, ready, store, f"{name} losses")
-        self._let_go(weights, freed, f"{name} end")
+                self._send_losses_down(losses, ready, store, f"{slot} losses")
+        self._let_go(weights, freed, f"{slot} end")
 
     # -- copies --------------------------------------------------------------------------------------------
 
@@ -228,10 +227,10 @@ class Worker:
         while len(self._going_down) >= RESULTS_IN_FLIGHT:
             self._compute.wait_on_host(self._going_down.popleft(), BUFFER)
 
-    def _forward_tasks(self, slot: Slot, run: SlotRun, name: str) -> None:
+    def _forward_tasks(self, slot: Slot, run: SlotRun) -> None:
         """A forward stage, or in an evaluation the fused one, which has losses for an output."""
         for number, task in enumerate(slot.tasks):
-            what = f"{name} microbatch {number}"
+            what = f"{slot} microbatch {number}"
             output, kept = f"{what} output", f"{what} kept"
             hidden, let_go = self._bring_input_up(task, slot.stage.first, what)
             if slot.kind is SlotKind.LOSS:
@@ -253,12 +252,12 @@ class Worker:
                 self._going_down.append(boundary.delivered)
                 first = last
 
-    def _gradient_tasks(self, slot: Slot, run: SlotRun, name: str) -> None:
+    def _gradient_tasks(self, slot: Slot, run: SlotRun) -> None:
         """The fused stage or a backward one. A segment is recomputed before the gradient for it is waited for."""
         accumulator, freed = self._accumulators.begin(slot, self._compute, self._weights_up)
-        self._compute.run(lambda: run.take_accumulator(accumulator), f"{name} begin")
+        self._compute.run(lambda: run.take_accumulator(accumulator), f"{slot} begin")
         for number, task in enumerate(slot.tasks):
-            what = f"{name} microbatch {number}"
+            what = f"{slot} microbatch {number}"
             chain = GradientChain()
             self._await_room()
             for segment in slot.segments:

@@ -12,49 +12,22 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import fx
 
-from rpft.model.graph_nodes import writes
+from rpft.model.graph_nodes import VIEWS, writes
 from rpft.model.layout import ALIGNMENT_BYTES, align
 
 _aten = torch.ops.aten
 
-_VIEWS = {
-    getattr(_aten, name)
-    for name in (
-        *(
-            "view",
-            "_unsafe_view",
-            "reshape",
-            "t",
-            "transpose",
-            "permute",
-            "detach",
-            "alias",
-            "expand",
-            "unsqueeze",
-        ),
-        *("squeeze", "select", "slice", "split", "split_with_sizes", "unbind", "as_strided", "diagonal"),
-    )
-}
-_MADE_WHERE_READ = {
-    getattr(_aten, name)
-    for name in (
-        *("_to_copy", "clone", "full", "full_like", "zeros", "zeros_like", "ones", "ones_like", "arange"),
-        *(
-            "empty",
-            "scalar_tensor",
-            "new_zeros",
-            "new_full",
-            "new_ones",
-            "repeat",
-            "where",
-            "masked_fill",
-            "slice_backward",
-        ),
-        *("cat", "select_backward", "new_empty", "empty_like", "gather", "index", "nll_loss_backward"),
-        *("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data", "nll_loss_forward"),
-        *("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward"),
-    )
-}
+_PARTS = "expand unsqueeze squeeze select slice split split_with_sizes unbind as_strided diagonal"
+_VIEWS = {view.overloadpacket for view in VIEWS} | {getattr(_aten, name) for name in _PARTS.split()}
+
+_PLAIN = """
+    _to_copy clone full full_like zeros zeros_like ones ones_like arange empty scalar_tensor new_zeros new_full
+    new_ones repeat where masked_fill slice_backward cat select_backward new_empty empty_like gather index
+    nll_loss_backward _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data nll_loss_forward
+    native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward
+"""
+_MADE_WHERE_READ = {getattr(_aten, name) for name in _PLAIN.split()}
+"""Beside what torch calls pointwise."""
 
 
 def peak_bytes(module: fx.GraphModule, fused: bool) -> int:

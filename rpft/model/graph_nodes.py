@@ -15,7 +15,7 @@ from rpft.model.gradient_sums import add_product_flops
 RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default)
 """Operations that give the same values in another shape."""
 
-_VIEWS = (
+VIEWS = (
     *RESHAPES,
     torch.ops.aten.t.default,
     torch.ops.aten.transpose.int,
@@ -23,6 +23,7 @@ _VIEWS = (
     torch.ops.aten.detach.default,
     torch.ops.aten.alias.default,
 )
+"""Operations that give all of the data that they are given, in the same memory."""
 
 
 def writes(node: fx.Node) -> bool:
@@ -65,7 +66,7 @@ def data_sources(node: fx.Node) -> set[fx.Node]:
     found, stack = set(), list(node.all_input_nodes)
     while stack:
         source = stack.pop()
-        if source.target in _VIEWS:
+        if source.target in VIEWS:
             stack += source.all_input_nodes
         else:
             found.add(source)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rpft.model.head import HEAD_CHUNK_TOKENS
 from rpft.model.layout import LayerLayout
 from rpft.plan.profile import LayerProfile
 
@@ -14,7 +15,7 @@ _MISJUDGED = 3
 _BYTES_PER_LOGIT = 18
 """Logits in the working dtype and in float32, their softmax, its gradient, and that in the working dtype."""
 
-_HEAD_TOKENS = 4096
+_HEAD_TOKENS = max(HEAD_CHUNK_TOKENS.values())
 """Whose logits exist at once at most, whatever runs the head."""
 
 
