@@ -65,12 +65,6 @@ def figures(case: str, found: Measured, load: float) -> list[dict[str, Any]]:
     return [{"case": case, "metric": name, "value": round(value, 3), "unit": unit} for name, value, unit in values]
 
 
-def _give_back() -> None:
-    """Lets go of what the last run held on the GPU, else the next one's layers have the rest only."""
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
 def main() -> int:
     arguments = parse()
     results, names, errors = [], [], []
@@ -100,9 +94,9 @@ def main() -> int:
             if arguments.json is not None:
                 write_record(arguments.json, "predictions", machine(names), results)
             del prepared
-            _give_back()
         del model
-        _give_back()
+        gc.collect()
+        torch.cuda.empty_cache()
     print(f"largest error {max(map(abs, errors)):.1%} of {len(errors)} cases")
     return 0
 

@@ -180,10 +180,15 @@ def compared_losses(prepared: Prepared, store: HostStore, steps: Sequence[int]) 
     with _running(machinery, failure):
         timed_steps(machinery, range(1, 1 + len(steps)), lambda n: flights[n - 1].host_batches(), see)
     del machinery
-    gc.collect()
-    for device in prepared.devices:
-        device.reclaim()
+    _reclaim(prepared.devices)
     return losses
+
+
+def _reclaim(devices: Sequence[Device]) -> None:
+    """Lets go of the memory of an engine that nobody holds any more; what follows may want it."""
+    gc.collect()
+    for device in devices:
+        device.reclaim()
 
 
 @contextmanager
@@ -225,10 +230,12 @@ def measure(
         vram = max(device.peak_bytes() for device in prepared.devices)
         ram = psutil.Process().memory_info().rss
         trace = bench.traced()
+    tokens, skipped = bench.tokens, bench.skipped
+    del bench
+    _reclaim(prepared.devices)
     accounts, overlaps = idle_by_cause(trace), trace.overlap()
     seconds = sum(account.window_seconds for account in accounts)
     transfers = sum(overlap.transfer_seconds for overlap in overlaps)
-    tokens = bench.tokens
     return Measured(
         workers=len(prepared.devices),
         windows=[(tokens[-1] + sum(tokens)) / sum(window) for window in times],
@@ -245,7 +252,7 @@ def measure(
         allocation_retries=retries,
         ram_bytes=ram,
         ram_bill_bytes=prepared.bill.host,
-        skipped_steps=bench.skipped,
+        skipped_steps=skipped,
         on_cuda=prepared.devices[0].torch_device.type == "cuda",
         roof_tokens_per_second=prediction.roof_tokens_per_second,
         losses=list(losses),
